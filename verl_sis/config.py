@@ -1,0 +1,204 @@
+"""Validated configuration: the only home of SIS defaults, and the refusals that need no worker.
+
+verl builds ``actor_rollout_ref.actor.policy_loss`` by its ``_target_``, first in the driver (``validate_config``, seconds
+after start) and again in each worker. So everything that can be refused from configuration alone is refused in the
+``__post_init__`` methods here, before any process is started.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.base_config import BaseConfig
+from verl.workers.config.actor import PolicyLossConfig
+
+from verl_sis.core.acceptance import OUTSIDE_TOP_K
+from verl_sis.errors import SisConfigError
+
+LOSS_MODE = "sis"
+"""Name of the policy loss in verl's registry."""
+
+ACTIVATION_MODULE = "verl_sis.integration.activate"
+"""The module that ``actor_rollout_ref.model.external_lib`` must name: importing it makes verl's actor use SIS."""
+
+ESTIMATORS = ("sampled", "expected")
+BEHAVIORS = ("old",)
+SUPPORTED_STRATEGIES = ("fsdp", "fsdp2")
+
+
+@dataclass
+class SisRunFacts(BaseConfig):
+    """Settings of other sections of verl's configuration that decide whether SIS is valid.
+
+    The presets fill each field by interpolation, so it follows whatever the user types elsewhere.
+
+    Args:
+        external_lib (Any): ``actor_rollout_ref.model.external_lib``, a module name or a list of them.
+        strategy (str): ``actor_rollout_ref.actor.strategy``.
+        bypass_mode (bool): ``algorithm.rollout_correction.bypass_mode``.
+        temperature (float): ``actor_rollout_ref.rollout.temperature``.
+        top_p (float): ``actor_rollout_ref.rollout.top_p``.
+        top_k (int): ``actor_rollout_ref.rollout.top_k``.
+        min_p (float): ``actor_rollout_ref.rollout.min_p``.
+        repetition_penalty (float): ``actor_rollout_ref.rollout.repetition_penalty``.
+        logprobs_mode (str): ``actor_rollout_ref.rollout.logprobs_mode``.
+        use_fused_kernels (bool): ``actor_rollout_ref.model.use_fused_kernels``.
+        pad_to_length (bool): ``actor_rollout_ref.actor.fsdp_config.pad_to_length``.
+        distillation (bool): ``distillation.enabled``.
+    """
+
+    external_lib: Any = None
+    strategy: str = "fsdp"
+    bypass_mode: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs_mode: str = "processed_logprobs"
+    use_fused_kernels: bool = False
+    pad_to_length: bool = False
+    distillation: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what SIS cannot honour.
+
+        Raises:
+            SisConfigError: With what was expected, what came, and what to type.
+        """
+        self._check_activation()
+        self._check_behavior_policy()
+        self._check_logits()
+
+    def _check_activation(self) -> None:
+        libs = self.external_lib if isinstance(self.external_lib, str | None) else list(self.external_lib)
+        if ACTIVATION_MODULE not in (libs if isinstance(libs, list) else [libs]):
+            raise SisConfigError(
+                "SIS is chosen but would not be active: actor_rollout_ref.model.external_lib must name "
+                f"{ACTIVATION_MODULE}, got {self.external_lib!r}. To keep your own library too, type "
+                f"actor_rollout_ref.model.external_lib=[{ACTIVATION_MODULE},your.module]"
+            )
+        if self.strategy not in SUPPORTED_STRATEGIES:
+            raise SisConfigError(
+                f"SIS supports the engines {SUPPORTED_STRATEGIES}, got actor_rollout_ref.actor.strategy="
+                f"{self.strategy!r}. Type actor_rollout_ref.actor.strategy=fsdp2, or train without SIS."
+            )
+
+    def _check_behavior_policy(self) -> None:
+        """The sampled token must come from the full distribution whose top-K is tested (Propositions 1 and 2)."""
+        if self.bypass_mode:
+            raise SisConfigError(
+                "SIS needs the trainer's recomputed old policy, but algorithm.rollout_correction.bypass_mode=True skips "
+                "that pass and no top-K of the rollout engine is kept. Type "
+                "algorithm.rollout_correction.bypass_mode=False"
+            )
+        filters = {
+            "top_p": (self.top_p, self.top_p == 1.0, "1.0"),
+            "top_k": (self.top_k, self.top_k in (-1, 0), "-1"),
+            "min_p": (self.min_p, self.min_p == 0.0, "0.0"),
+            "repetition_penalty": (self.repetition_penalty, self.repetition_penalty == 1.0, "1.0"),
+        }
+        for name, (value, neutral, expected) in filters.items():
+            if not neutral:
+                raise SisConfigError(
+                    f"SIS needs rollouts from the unfiltered policy: actor_rollout_ref.rollout.{name} must be "
+                    f"{expected}, got {value}. A filter or penalty changes the distribution that tokens are drawn "
+                    f"from, and acceptance is then tested against the wrong one. Type "
+                    f"actor_rollout_ref.rollout.{name}={expected}"
+                )
+        if self.logprobs_mode.startswith("raw") and self.temperature != 1.0:
+            raise SisConfigError(
+                f"actor_rollout_ref.rollout.logprobs_mode={self.logprobs_mode!r} reports log-probs before temperature, "
+                f"but rollout.temperature is {self.temperature}: mismatch metrics would compare two temperatures. Type "
+                "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
+            )
+
+    def _check_logits(self) -> None:
+        if self.use_fused_kernels:
+            raise SisConfigError(
+                "SIS reads the logits, and fused kernels never materialise them. Type "
+                "actor_rollout_ref.model.use_fused_kernels=False"
+            )
+        if self.pad_to_length:
+            raise SisConfigError(
+                "SIS uses verl's per-token logits hook, which verl refuses together with static padding. Type "
+                "actor_rollout_ref.actor.fsdp_config.pad_to_length=False"
+            )
+        if self.distillation:
+            raise SisConfigError(
+                "SIS and distillation both need verl's per-token logits hook. Type distillation.enabled=False"
+            )
+
+
+@dataclass
+class SisConfig(BaseConfig):
+    """Settings of SIS, at ``actor_rollout_ref.actor.policy_loss.sis``.
+
+    Args:
+        base_loss (str): The registered policy loss that gets the transformed old log-probs.
+        top_k (int): K, size of the old policy's token set V_K; at most the vocabulary size, which is the exact
+            envelope of Proposition 1.
+        estimator (str): ``sampled`` draws z (the paper); ``expected`` uses the closed form over z, for base losses that
+            are sums over tokens.
+        outside_top_k (str): ``reject`` a sampled token outside V_K (the paper), or test it against the ``envelope``
+            (the authors' released code).
+        behavior (str): Whose top-K: ``old``, the trainer's recomputed old policy (the paper).
+        seed (int): Seed of the acceptance uniforms.
+        chunk_tokens (int): Tokens whose logits are worked on at a time; bounds the extra memory.
+        run (SisRunFacts): Facts of the run, filled by the presets.
+    """
+
+    base_loss: str = "vanilla"
+    top_k: int = 10
+    estimator: str = "sampled"
+    outside_top_k: str = "reject"
+    behavior: str = "old"
+    seed: int = 0
+    chunk_tokens: int = 256
+    run: SisRunFacts = field(default_factory=SisRunFacts)
+
+    def __post_init__(self) -> None:
+        """Check each value.
+
+        Raises:
+            SisConfigError: If a value is not allowed.
+        """
+        _check_choice("estimator", self.estimator, ESTIMATORS)
+        _check_choice("outside_top_k", self.outside_top_k, OUTSIDE_TOP_K)
+        _check_choice("behavior", self.behavior, BEHAVIORS)
+        for name in ("top_k", "chunk_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise SisConfigError(f"policy_loss.sis.{name} must be an integer of at least 1, got {value!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise SisConfigError(f"policy_loss.sis.seed must be an integer, got {self.seed!r}")
+
+
+@dataclass
+class SisPolicyLossConfig(PolicyLossConfig):
+    """verl's policy-loss section with SIS chosen. Built by ``_target_`` from the presets ``+sis@_global_=...``.
+
+    Args:
+        loss_mode (str): Always ``sis``.
+        sis (SisConfig): Settings of SIS.
+    """
+
+    loss_mode: str = LOSS_MODE
+    sis: SisConfig = field(default_factory=SisConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse half-set flags.
+
+        Raises:
+            SisConfigError: If another loss was chosen over the preset's.
+        """
+        if self.loss_mode != LOSS_MODE:
+            raise SisConfigError(
+                f"policy_loss.loss_mode is {self.loss_mode!r}, but a preset +sis@_global_=... was chosen, so SIS would be "
+                f"silently off. To run this loss under SIS, type actor_rollout_ref.actor.policy_loss.loss_mode=sis "
+                f"actor_rollout_ref.actor.policy_loss.sis.base_loss={self.loss_mode}; to run it alone, drop the preset."
+            )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SisConfigError(f"policy_loss.sis.{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,209 @@
+"""Pooled statistics: counts, sums, maxima and histograms over tokens, merged exactly across any split of a batch.
+
+A rate is formed once, from pooled numerator and denominator, never averaged over micro-batches. Sums are taken in
+float64, so the split of a batch changes a rate by float64 rounding only. Tokens with a non-finite log-probability are
+left out of every sum and counted instead.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+KAPPA_GROUPS = 64
+"""Number of random groups of sequences behind the standard error of kappa."""
+
+_HISTOGRAM_BINS_PER_DECADE = 50
+_HISTOGRAM_DECADES = 9
+HISTOGRAM_EDGES = np.logspace(-_HISTOGRAM_DECADES, 1, (_HISTOGRAM_DECADES + 1) * _HISTOGRAM_BINS_PER_DECADE + 1)
+"""Edges of the histograms behind quantiles: 50 bins a decade from 1e-9 to 10, so a quantile is exact to 4.7 %."""
+
+MISMATCH_TAU = 2.0
+"""F(tau): fraction of tokens whose probability ratio between rollout engine and trainer leaves [1/tau, tau]."""
+
+SUMS = (
+    "tokens",
+    "responses",
+    "accepted",
+    "in_top_k",
+    "accept_expected",
+    "residual_mass",
+    "envelope",
+    "log_ratio_abs",
+    "log_ratio_abs_rejected",
+    "stored_gap",
+    "ratio",
+    "ratio_squared",
+    "sis_ratio",
+    "sis_ratio_squared",
+    "non_finite",
+    "mismatch_tokens",
+    "mismatch_k1",
+    "mismatch_k3",
+    "mismatch_abs",
+    "mismatch_outside_tau",
+    "mismatch_non_finite",
+    "rollout_prob",
+    "rollout_prob_squared",
+    "old_prob",
+    "old_prob_squared",
+    "rollout_old_prob",
+)
+MAXIMA = ("residual_mass", "envelope", "mismatch_abs")
+HISTOGRAMS = ("residual_mass", "mismatch_abs")
+
+
+@dataclass
+class PooledStatistics:
+    """Mergeable statistics of any number of tokens.
+
+    Attributes:
+        sums: float64 sums and counts by name (``SUMS``).
+        maxima: float64 maxima by name (``MAXIMA``); -inf when empty.
+        histograms: int64 counts by name (``HISTOGRAMS``), one bin below, one above ``HISTOGRAM_EDGES``.
+        kappa_groups: ``[KAPPA_GROUPS]`` float64, sum of ``z - (1 - xi) / M^`` over the sequences of each group.
+    """
+
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
+    maxima: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MAXIMA, -np.inf))
+    histograms: dict[str, np.ndarray] = field(
+        default_factory=lambda: {name: np.zeros(len(HISTOGRAM_EDGES) + 1, dtype=np.int64) for name in HISTOGRAMS}
+    )
+    kappa_groups: np.ndarray = field(default_factory=lambda: np.zeros(KAPPA_GROUPS))
+
+    def merge(self, other: "PooledStatistics") -> None:
+        """Add the tokens of ``other``."""
+        for name, value in other.sums.items():
+            self.sums[name] += value
+        for name, value in other.maxima.items():
+            self.maxima[name] = max(self.maxima[name], value)
+        for name, counts in other.histograms.items():
+            self.histograms[name] = self.histograms[name] + counts
+        self.kappa_groups = self.kappa_groups + other.kappa_groups
+
+
+@torch.no_grad()
+def acceptance_statistics(
+    *,
+    mask: torch.Tensor,
+    accepted: torch.Tensor,
+    contains_sampled: torch.Tensor,
+    log_ratio: torch.Tensor,
+    log_envelope: torch.Tensor,
+    residual_mass: torch.Tensor,
+    stored_gap: torch.Tensor,
+    sample_key: torch.Tensor,
+) -> PooledStatistics:
+    """Statistics of one batch of acceptance tests.
+
+    Args:
+        mask: bool ``[B, T]``, tokens that bear loss.
+        accepted: bool ``[B, T]``, z.
+        contains_sampled: bool ``[B, T]``, y in V_K.
+        log_ratio: float32 ``[B, T]``, log w of the sampled token.
+        log_envelope: float32 ``[B, T]``, log M^.
+        residual_mass: float32 ``[B, T]``, xi_K.
+        stored_gap: float32 ``[B, T]``, distance in nats of the log pi_old kept beside the top-K from the trainer's.
+        sample_key: int64 ``[B]``, key of each token sequence.
+
+    Returns:
+        Sums over the masked tokens with finite values; the others count as ``non_finite``.
+    """
+    finite = torch.isfinite(log_ratio) & torch.isfinite(log_envelope) & torch.isfinite(residual_mass)
+    used = mask & finite
+    log_w = torch.where(used, log_ratio, 0.0).double()
+    envelope = torch.exp(torch.where(used, log_envelope, 0.0).double())
+    xi = torch.where(used, residual_mass, 0.0).double()
+    z = accepted & used
+    w = torch.exp(log_w)
+    w_sis = torch.where(z, 1.0, w)
+    expected = (1.0 - xi) / envelope
+
+    pooled = PooledStatistics()
+    _add_sums(
+        pooled,
+        used,
+        {
+            "tokens": torch.ones_like(log_w),
+            "accepted": z.double(),
+            "in_top_k": contains_sampled.double(),
+            "accept_expected": expected,
+            "residual_mass": xi,
+            "envelope": envelope,
+            "log_ratio_abs": log_w.abs(),
+            "log_ratio_abs_rejected": torch.where(z, 0.0, log_w.abs()),
+            "stored_gap": stored_gap.double(),
+            "ratio": w,
+            "ratio_squared": w.square(),
+            "sis_ratio": w_sis,
+            "sis_ratio_squared": w_sis.square(),
+        },
+    )
+    pooled.sums["responses"] = float(mask.any(dim=-1).sum())
+    pooled.sums["non_finite"] = float((mask & ~finite).sum())
+    _add_extremes(pooled, "residual_mass", xi[used])
+    pooled.maxima["envelope"] = float(envelope[used].max()) if bool(used.any()) else -np.inf
+    surplus = torch.where(used, z.double() - expected, 0.0).sum(dim=-1)
+    group = torch.remainder(sample_key, KAPPA_GROUPS).cpu()
+    pooled.kappa_groups = torch.zeros(KAPPA_GROUPS, dtype=torch.float64).index_add_(0, group, surplus.cpu()).numpy()
+    return pooled
+
+
+@torch.no_grad()
+def mismatch_statistics(
+    *, mask: torch.Tensor, old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor
+) -> PooledStatistics:
+    """Train-inference mismatch of the sampled tokens, rollout engine against trainer, at equal weights.
+
+    With ``d = log pi_old(y) - log pi_rollout(y)`` and y drawn from pi_rollout: ``k1 = mean(-d)`` and
+    ``k3 = mean(exp(d) - 1 - d)`` both estimate KL(pi_rollout || pi_old).
+
+    Args:
+        mask: bool ``[B, T]``, tokens that bear loss.
+        old_log_prob: float ``[B, T]``, the trainer's.
+        rollout_log_prob: float ``[B, T]``, the engine's.
+
+    Returns:
+        Sums over masked tokens where both are finite; the others count as ``mismatch_non_finite``.
+    """
+    finite = torch.isfinite(old_log_prob) & torch.isfinite(rollout_log_prob)
+    used = mask & finite
+    old = torch.where(used, old_log_prob, 0.0).double()
+    rollout = torch.where(used, rollout_log_prob, 0.0).double()
+    d = old - rollout
+    old_prob, rollout_prob = torch.exp(old), torch.exp(rollout)
+
+    pooled = PooledStatistics()
+    _add_sums(
+        pooled,
+        used,
+        {
+            "mismatch_tokens": torch.ones_like(d),
+            "mismatch_k1": -d,
+            "mismatch_k3": torch.expm1(d) - d,
+            "mismatch_abs": d.abs(),
+            "mismatch_outside_tau": (d.abs() > float(np.log(MISMATCH_TAU))).double(),
+            "rollout_prob": rollout_prob,
+            "rollout_prob_squared": rollout_prob.square(),
+            "old_prob": old_prob,
+            "old_prob_squared": old_prob.square(),
+            "rollout_old_prob": rollout_prob * old_prob,
+        },
+    )
+    pooled.sums["mismatch_non_finite"] = float((mask & ~finite).sum())
+    _add_extremes(pooled, "mismatch_abs", d.abs()[used])
+    return pooled
+
+
+def _add_sums(pooled: PooledStatistics, used: torch.Tensor, terms: dict[str, torch.Tensor]) -> None:
+    """Sum each term over the used tokens; one transfer from the device for all of them."""
+    stacked = torch.stack([torch.where(used, term, 0.0).sum() for term in terms.values()]).tolist()
+    pooled.sums.update(zip(terms, stacked, strict=True))
+
+
+def _add_extremes(pooled: PooledStatistics, name: str, values: torch.Tensor) -> None:
+    """Histogram and maximum of ``values`` (1-D float64)."""
+    values_np = values.cpu().numpy()
+    bins = np.searchsorted(HISTOGRAM_EDGES, values_np, side="right")
+    pooled.histograms[name] = np.bincount(bins, minlength=len(HISTOGRAM_EDGES) + 1)
+    pooled.maxima[name] = float(values_np.max()) if values_np.size else -np.inf

@@ -1,0 +1,1 @@
+"""SIS inside verl: the registered loss, the worker, and what differs per engine."""

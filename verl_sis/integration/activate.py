@@ -1,0 +1,44 @@
+"""Imported through ``actor_rollout_ref.model.external_lib``: makes verl's actor use SIS in this process.
+
+verl imports it wherever it builds the model configuration: in each worker before anything is built, but also in the
+driver and in the rollout servers. It acts only on ``verl.workers.engine_workers``, once that is imported, so elsewhere it
+costs nothing.
+"""
+
+import os
+from types import ModuleType
+
+import wrapt
+
+import verl_sis.register  # noqa: F401  (a process with plugin discovery off has not loaded it)
+from verl_sis import verl_compat
+from verl_sis.errors import SisConfigError
+
+
+def activate(engine_workers: ModuleType) -> None:
+    """Make ``ActorRolloutRefWorker`` build its actor as a ``SisTrainingWorker``. The reference model keeps verl's own.
+
+    Args:
+        engine_workers: The module ``verl.workers.engine_workers``.
+
+    Raises:
+        VerlContractError: If verl is not what verl_sis was built for.
+        SisConfigError: If another library has replaced the actor's worker class.
+    """
+    verl_compat.check_contract()
+    from verl_sis.integration.worker import SisTrainingWorker
+
+    current = engine_workers.ActorRolloutRefWorker.actor_worker_cls
+    if current not in (engine_workers.TrainingWorker, SisTrainingWorker):
+        raise SisConfigError(
+            f"another library has set ActorRolloutRefWorker.actor_worker_cls to {current.__module__}."
+            f"{current.__qualname__}; SIS cannot be active beside it. Remove it from "
+            "actor_rollout_ref.model.external_lib"
+        )
+    engine_workers.ActorRolloutRefWorker.actor_worker_cls = SisTrainingWorker
+
+
+verl_compat.check_plugin_policy()
+wrapt.when_imported("verl.workers.engine_workers")(activate)
+if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+    import verl_sis.cpu.engine  # noqa: F401  (registers the CPU engines)

@@ -1,0 +1,193 @@
+"""The two passes of an actor that SIS looks into, as loss functions for verl's engines.
+
+verl's engines call the loss function they are given twice per micro-batch when the logits hook is on: first
+``loss(student_logits=[1, n, V], data=...)`` on temperature-scaled logits, which returns per-token tensors that the engine
+gathers over sequence parallelism, then ``loss(model_output=..., data=..., dp_group=...)``. One object serves both calls,
+so what the first saw is at hand in the second.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from verl_sis import verl_compat
+from verl_sis.config import SisConfig
+from verl_sis.core import acceptance, envelope
+from verl_sis.errors import SisStateError
+from verl_sis.integration.base_loss import PolicyLoss
+from verl_sis.integration.layout import ResponseLayout
+from verl_sis.integration.policy_loss import CURRENT, MicroBatch
+from verl_sis.integration.store import SAMPLE_KEY, TopKStore
+
+STATISTICS = "sis_statistics"
+"""Key under which a micro-batch's PooledStatistics travel through verl's metric exchange to the worker."""
+
+_LOG_ENVELOPE, _LOG_MASS, _SAMPLED_LOGIT, _LOG_NORMALIZER = (
+    "sis_log_envelope",
+    "sis_log_mass",
+    "sis_sampled_logit",
+    "sis_log_normalizer",
+)
+
+
+class OldPass:
+    """Loss function of ``compute_log_prob``: takes the top-K of the old policy from the live logits and stores it."""
+
+    def __init__(self, config: SisConfig, store: TopKStore) -> None:
+        """Bind the settings and the store to fill."""
+        self._config = config
+        self._store = store
+        self._pending: tuple[ResponseLayout, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(
+        self,
+        *,
+        data: TensorDict,
+        student_logits: torch.Tensor | None = None,
+        model_output: dict[str, torch.Tensor] | None = None,
+        dp_group: Any = None,
+    ) -> Any:
+        """Answer one of the engine's two calls (see the module's docstring).
+
+        Returns:
+            No per-token outputs for the first call; for the second the loss 1 and no metrics, which is what verl's
+            engine puts there when it is given no loss function.
+        """
+        if student_logits is not None:
+            self._pending = self._look(student_logits.squeeze(0), data)
+            return {}
+        if self._pending is None or model_output is None:
+            raise SisStateError("the engine did not call the logits hook in compute_log_prob, so there is no top-K")
+        layout, values, ids, sampled_logit = self._pending
+        self._pending = None
+        sampled_log_prob = model_output["log_probs"].values()[layout.positions]
+        top_k = envelope.top_k_from_logits(values, ids, sampled_logit, layout.token_ids, sampled_log_prob)
+        self._store.put(data[SAMPLE_KEY].tolist(), layout.lengths, top_k)
+        return torch.tensor(1.0, device=sampled_logit.device), {}
+
+    @torch.no_grad()
+    def _look(
+        self, logits: torch.Tensor, data: TensorDict
+    ) -> tuple[ResponseLayout, torch.Tensor, torch.Tensor, torch.Tensor]:
+        layout = ResponseLayout.of(data, local_size=logits.shape[0])
+        config = self._config
+        # Response by response: each is one contiguous range of rows, so no row of logits is copied.
+        parts = [
+            envelope.top_k_logits(logits[start:stop], config.top_k, chunk_tokens=config.chunk_tokens)
+            for start, stop in layout.local_ranges()
+        ]
+        empty = envelope.top_k_logits(logits[:0], config.top_k, chunk_tokens=config.chunk_tokens)
+        values, ids = (torch.cat(columns) for columns in zip(empty, *parts, strict=True))
+        sampled_logit = envelope.gather_logits(logits, layout.token_ids[layout.local()], layout.local_rows())
+        return layout, layout.collect(values), layout.collect(ids), layout.collect(sampled_logit)
+
+
+class UpdatePass:
+    """Loss function of ``update_actor``: envelope and acceptance from the live logits, then verl's own loss."""
+
+    def __init__(
+        self, config: SisConfig, store: TopKStore, base_loss: PolicyLoss, verl_loss: Callable[..., Any]
+    ) -> None:
+        """Bind the settings, the store to read, the base loss, and the loss function that verl gave the worker."""
+        self._config = config
+        self._store = store
+        self._base_loss = base_loss
+        self._verl_loss = verl_loss
+        self._pending: tuple[ResponseLayout, envelope.TopK] | None = None
+        self.update = 0
+
+    def __call__(
+        self,
+        *,
+        data: TensorDict,
+        student_logits: torch.Tensor | None = None,
+        model_output: dict[str, torch.Tensor] | None = None,
+        dp_group: Any = None,
+    ) -> Any:
+        """Answer one of the engine's two calls (see the module's docstring).
+
+        Returns:
+            Per-token ``[1, n]`` tensors for the first call; loss and metrics for the second, with the micro-batch's
+            statistics among the metrics.
+        """
+        if student_logits is not None:
+            return self._look(student_logits.squeeze(0), data)
+        if self._pending is None or model_output is None:
+            raise SisStateError("the engine did not call the logits hook in update_actor, so no token could be tested")
+        layout, top_k = self._pending
+        self._pending = None
+        micro_batch = self._test(layout, top_k, model_output, data)
+        token = CURRENT.set(micro_batch)
+        try:
+            loss, metrics = self._verl_loss(model_output=model_output, data=data, dp_group=dp_group)
+        finally:
+            CURRENT.reset(token)
+        return loss, {**metrics, STATISTICS: micro_batch.statistics}
+
+    @torch.no_grad()
+    def _look(self, logits: torch.Tensor, data: TensorDict) -> dict[str, torch.Tensor]:
+        layout = ResponseLayout.of(data, local_size=logits.shape[0])
+        top_k = self._store.get(data[SAMPLE_KEY].tolist(), layout.lengths)
+        self._pending = layout, top_k
+        local, rows = layout.local(), layout.local_rows()
+        local_top_k = envelope.TopK(
+            top_k.ids[local], top_k.log_prob[local], top_k.sampled_log_prob[local], top_k.contains_sampled[local]
+        )
+        terms = envelope.envelope_terms(logits, local_top_k, layout.token_ids[local], rows)
+        outputs = {
+            _LOG_ENVELOPE: terms.log_envelope,
+            _LOG_MASS: terms.log_mass,
+            _SAMPLED_LOGIT: terms.sampled_logit,
+        }
+        if not verl_compat.log_probs_keep_float32(logits.dtype, logits.device):
+            chunk = self._config.chunk_tokens
+            outputs[_LOG_NORMALIZER] = torch.cat(
+                [terms.log_mass[:0]]
+                + [
+                    envelope.log_normalizer(logits[start:stop], chunk_tokens=chunk)
+                    for start, stop in layout.local_ranges()
+                ]
+            )
+        return {name: layout.scatter(values).unsqueeze(0) for name, values in outputs.items()}
+
+    @torch.no_grad()
+    def _test(
+        self, layout: ResponseLayout, top_k: envelope.TopK, model_output: dict[str, torch.Tensor], data: TensorDict
+    ) -> MicroBatch:
+        at = {name: model_output.pop(name).values()[layout.positions] for name in _outputs_in(model_output)}
+        terms = envelope.EnvelopeTerms(at[_LOG_ENVELOPE], at[_LOG_MASS], at[_SAMPLED_LOGIT])
+        normalizer = at.get(_LOG_NORMALIZER)
+        if normalizer is None:
+            normalizer = terms.sampled_logit - model_output["log_probs"].values()[layout.positions].float()
+        current = envelope.normalize_envelope(terms, normalizer)
+        # Both carry the same unknown normaliser of the current policy, which cancels.
+        acceptance_log_prob = acceptance.acceptance_log_prob(
+            terms.sampled_logit - top_k.sampled_log_prob,
+            terms.log_envelope,
+            top_k.contains_sampled,
+            outside_top_k=self._config.outside_top_k,
+        )
+        width = verl_compat.response_width(data)
+        sample_key = data[SAMPLE_KEY]
+        position = torch.arange(width, device=sample_key.device)
+        return MicroBatch(
+            base_loss=self._base_loss,
+            estimator=self._config.estimator,
+            acceptance_log_prob=layout.pad(acceptance_log_prob, width),
+            uniforms=acceptance.counter_uniforms(
+                sample_key[:, None], position[None, :], seed=self._config.seed, update=self.update
+            ),
+            contains_sampled=layout.pad(top_k.contains_sampled, width),
+            log_envelope=layout.pad(current.log_envelope, width),
+            residual_mass=layout.pad(current.residual_mass, width),
+            stored_log_prob=layout.pad(top_k.sampled_log_prob, width),
+            sample_key=sample_key,
+            rollout_log_prob=verl_compat.padded(data, "rollout_log_probs") if "rollout_log_probs" in data else None,
+        )
+
+
+def _outputs_in(model_output: dict[str, torch.Tensor]) -> list[str]:
+    names = (_LOG_ENVELOPE, _LOG_MASS, _SAMPLED_LOGIT, _LOG_NORMALIZER)
+    return [name for name in names if name in model_output]
