@@ -1,8 +1,8 @@
 """Validated configuration: the only home of SIS defaults, and the refusals that need no worker.
 
-verl builds ``actor_rollout_ref.actor.policy_loss`` by its ``_target_``, first in the driver (``validate_config``, seconds
-after start) and again in each worker. So everything that can be refused from configuration alone is refused in the
-``__post_init__`` methods here, before any process is started.
+verl builds ``actor_rollout_ref.actor.policy_loss`` by its ``_target_``, first in the driver (``validate_config``,
+seconds after start) and again in each worker. So everything that can be refused from configuration alone is refused in
+the ``__post_init__`` methods here, before any process is started.
 """
 
 from dataclasses import dataclass, field
@@ -87,8 +87,8 @@ class SisRunFacts(BaseConfig):
         """The sampled token must come from the full distribution whose top-K is tested (Propositions 1 and 2)."""
         if self.bypass_mode:
             raise SisConfigError(
-                "SIS needs the trainer's recomputed old policy, but algorithm.rollout_correction.bypass_mode=True skips "
-                "that pass and no top-K of the rollout engine is kept. Type "
+                "SIS needs the trainer's recomputed old policy, but algorithm.rollout_correction.bypass_mode=True "
+                "skips that pass, and no top-K of the rollout engine is kept. Type "
                 "algorithm.rollout_correction.bypass_mode=False"
             )
         filters = {
@@ -193,8 +193,8 @@ class SisPolicyLossConfig(PolicyLossConfig):
         """
         if self.loss_mode != LOSS_MODE:
             raise SisConfigError(
-                f"policy_loss.loss_mode is {self.loss_mode!r}, but a preset +sis@_global_=... was chosen, so SIS would be "
-                f"silently off. To run this loss under SIS, type actor_rollout_ref.actor.policy_loss.loss_mode=sis "
+                f"policy_loss.loss_mode is {self.loss_mode!r}, but a preset +sis@_global_=... was chosen, so SIS would "
+                f"be silently off. To run this loss under SIS, type actor_rollout_ref.actor.policy_loss.loss_mode=sis "
                 f"actor_rollout_ref.actor.policy_loss.sis.base_loss={self.loss_mode}; to run it alone, drop the preset."
             )
 

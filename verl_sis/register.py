@@ -73,8 +73,8 @@ def _store_group(group: str) -> None:
     foreign = sorted(name for name, node in existing.items() if getattr(node, "provider", None) != PROVIDER)
     if foreign:
         raise SisConfigError(
-            f"the Hydra group {group!r} is claimed by another plugin too (presets {foreign}). Uninstall one of the two, "
-            f"or exclude it with VERL_USE_EXTERNAL_PLUGINS={verl_compat.PLUGIN_NAME}"
+            f"the Hydra group {group!r} is claimed by another plugin too (presets {foreign}). Uninstall one of the "
+            f"two, or exclude it with VERL_USE_EXTERNAL_PLUGINS={verl_compat.PLUGIN_NAME}"
         )
     for name, node in presets(group):
         store.store(group=group, name=name, node=node, package="_global_", provider=PROVIDER)
@@ -90,9 +90,7 @@ def _register_policy_loss(core_algos: ModuleType) -> None:
 try:
     register()
 except Exception:
-    logger.error(
-        "verl_sis %s did not load: +sis@_global_=... and loss_mode=sis are unavailable in this process",
-        __version__,
-        exc_info=True,
+    logger.exception(
+        "verl_sis %s did not load: +sis@_global_=... and loss_mode=sis are unavailable in this process", __version__
     )
     raise

@@ -75,7 +75,6 @@ class Settings:
 
 def build_worker(settings: Settings) -> Any:
     """Build a worker as ``ActorRolloutRefWorker.init_model`` does: model, engine, then the loss function."""
-    import verl_sis.cpu.engine  # noqa: F401
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import (
         FSDPEngineConfig,
@@ -87,6 +86,7 @@ def build_worker(settings: Settings) -> Any:
     from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.losses import ppo_loss
 
+    import verl_sis.cpu.engine  # noqa: F401
     from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisPolicyLossConfig, SisRunFacts
     from verl_sis.integration.worker import SisTrainingWorker
 

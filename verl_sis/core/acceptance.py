@@ -4,8 +4,8 @@
     z_t  ~ Bernoulli(a_t)
     w~_t = 1 if z_t = 1 else w_t                     (SIS ratio)
 
-``w~`` needs no loss of its own: with ``old_log_prob' = where(z, stop_gradient(log_prob), old_log_prob)`` any policy loss
-that works on ``log_prob - old_log_prob`` sees log-ratio 0 in value and ``grad log pi`` in gradient for an accepted
+``w~`` needs no loss of its own: with ``old_log_prob' = where(z, stop_gradient(log_prob), old_log_prob)`` any policy
+loss that works on ``log_prob - old_log_prob`` sees log-ratio 0 in value and ``grad log pi`` in gradient for an accepted
 token. Summed over a response this also gives GSPO's exponent (Eq. 40 of the paper).
 """
 
@@ -14,8 +14,8 @@ from typing import Literal, get_args
 import torch
 
 OutsideTopK = Literal["reject", "envelope"]
-"""What happens to a sampled token outside V_K: ``reject`` it (the paper, Proposition 2), or test it against the envelope
-all the same (the rule of the authors' released code, for comparison)."""
+"""What happens to a sampled token outside V_K: ``reject`` it (the paper, Proposition 2), or test it against the
+envelope all the same (the rule of the authors' released code, for comparison)."""
 
 OUTSIDE_TOP_K: tuple[str, ...] = get_args(OutsideTopK)
 
@@ -58,9 +58,9 @@ def counter_uniforms(sample_key: torch.Tensor, position: torch.Tensor, *, seed: 
         h0 = mix64(seed * G + G);  h1 = mix64(h0 + (update + 1) * G);  h2 = mix64(h1 ^ sample_key)
         h  = mix64(h2 + (position + 1) * G);  u = (h >> 40) * 2^-24
 
-    with G the golden-ratio increment of SplitMix64: for a fixed (seed, update, sample) the positions walk one SplitMix64
-    stream. No state is kept, so any rank, layout, micro-batch size or re-run draws the same numbers. 24 bits are what
-    float32 holds exactly: ``P(u < a) = a`` to within 2^-24.
+    with G the golden-ratio increment of SplitMix64: for a fixed (seed, update, sample) the positions walk one
+    SplitMix64 stream. No state is kept, so any rank, layout, micro-batch size or re-run draws the same numbers. 24 bits
+    are what float32 holds exactly: ``P(u < a) = a`` to within 2^-24.
 
     Args:
         sample_key: int64, any shape that broadcasts with ``position``; identifies the token sequence.
@@ -87,7 +87,7 @@ def acceptance_log_prob(
     *,
     outside_top_k: str = "reject",
 ) -> torch.Tensor:
-    """log a_t: ``min(log w - log M^, 0)`` for a token of V_K; outside V_K, -inf or the same test by ``outside_top_k``.
+    """Log a_t: ``min(log w - log M^, 0)`` for a token of V_K; outside V_K, -inf or the same test by ``outside_top_k``.
 
     Only the difference of the first two arguments matters: both may carry the same unknown normaliser.
 

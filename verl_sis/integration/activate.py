@@ -1,8 +1,8 @@
 """Imported through ``actor_rollout_ref.model.external_lib``: makes verl's actor use SIS in this process.
 
 verl imports it wherever it builds the model configuration: in each worker before anything is built, but also in the
-driver and in the rollout servers. It acts only on ``verl.workers.engine_workers``, once that is imported, so elsewhere it
-costs nothing.
+driver and in the rollout servers. It acts only on ``verl.workers.engine_workers``, once that is imported, so elsewhere
+it costs nothing.
 """
 
 import os
@@ -10,7 +10,7 @@ from types import ModuleType
 
 import wrapt
 
-import verl_sis.register  # noqa: F401  (a process with plugin discovery off has not loaded it)
+import verl_sis.register  # a process with plugin discovery off has not loaded it
 from verl_sis import verl_compat
 from verl_sis.errors import SisConfigError
 

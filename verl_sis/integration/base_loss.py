@@ -92,6 +92,6 @@ def check_uses_ratio(name: str, loss: PolicyLoss, actor_config: Any) -> None:
             gradients.append(torch.autograd.grad(value, log_prob)[0])
     if torch.equal(gradients[0], gradients[1]):
         raise SisConfigError(
-            f"policy_loss.sis.base_loss={name!r} cannot run under SIS: its gradient does not depend on old_log_prob, so "
-            "it has no importance ratio for SIS to replace"
+            f"policy_loss.sis.base_loss={name!r} cannot run under SIS: its gradient does not depend on old_log_prob, "
+            "so it has no importance ratio for SIS to replace"
         )

@@ -45,8 +45,7 @@ class ResponseLayout:
         Returns:
             The layout.
         """
-        token_ids = data["input_ids"].values()
-        ends = data["input_ids"].offsets()[1:].tolist()
+        token_ids, ends = verl_compat.packed(data, "input_ids")
         lengths = verl_compat.response_lengths(data)
         starts = [end - length - 1 for end, length in zip(ends, lengths, strict=True)]
         positions = torch.cat(
@@ -62,7 +61,7 @@ class ResponseLayout:
         )
 
     def local(self) -> torch.Tensor:
-        """bool ``[R]``: which response tokens are predicted by this rank's slice."""
+        """Bool ``[R]``: which response tokens are predicted by this rank's slice."""
         return (self.positions >= self.local_start) & (self.positions < self.local_start + self.local_size)
 
     def local_ranges(self) -> list[tuple[int, int]]:
@@ -76,7 +75,7 @@ class ResponseLayout:
         return ranges
 
     def local_rows(self) -> torch.Tensor:
-        """int64: rows of this rank's logits that predict response tokens, in order."""
+        """Int64: rows of this rank's logits that predict response tokens, in order."""
         return self.positions[self.local()] - self.local_start
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:

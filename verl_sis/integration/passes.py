@@ -1,9 +1,9 @@
 """The two passes of an actor that SIS looks into, as loss functions for verl's engines.
 
 verl's engines call the loss function they are given twice per micro-batch when the logits hook is on: first
-``loss(student_logits=[1, n, V], data=...)`` on temperature-scaled logits, which returns per-token tensors that the engine
-gathers over sequence parallelism, then ``loss(model_output=..., data=..., dp_group=...)``. One object serves both calls,
-so what the first saw is at hand in the second.
+``loss(student_logits=[1, n, V], data=...)`` on temperature-scaled logits, which returns per-token tensors that the
+engine gathers over sequence parallelism, then ``loss(model_output=..., data=..., dp_group=...)``. One object serves
+both calls, so what the first saw is at hand in the second.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class OldPass:
             raise SisStateError("the engine did not call the logits hook in compute_log_prob, so there is no top-K")
         layout, values, ids, sampled_logit = self._pending
         self._pending = None
-        sampled_log_prob = model_output["log_probs"].values()[layout.positions]
+        sampled_log_prob = _packed(model_output["log_probs"])[layout.positions]
         top_k = envelope.top_k_from_logits(values, ids, sampled_logit, layout.token_ids, sampled_log_prob)
         self._store.put(data[SAMPLE_KEY].tolist(), layout.lengths, top_k)
         return torch.tensor(1.0, device=sampled_logit.device), {}
@@ -156,11 +156,11 @@ class UpdatePass:
     def _test(
         self, layout: ResponseLayout, top_k: envelope.TopK, model_output: dict[str, torch.Tensor], data: TensorDict
     ) -> MicroBatch:
-        at = {name: model_output.pop(name).values()[layout.positions] for name in _outputs_in(model_output)}
+        at = {name: _packed(model_output.pop(name))[layout.positions] for name in _outputs_in(model_output)}
         terms = envelope.EnvelopeTerms(at[_LOG_ENVELOPE], at[_LOG_MASS], at[_SAMPLED_LOGIT])
         normalizer = at.get(_LOG_NORMALIZER)
         if normalizer is None:
-            normalizer = terms.sampled_logit - model_output["log_probs"].values()[layout.positions].float()
+            normalizer = terms.sampled_logit - _packed(model_output["log_probs"])[layout.positions].float()
         current = envelope.normalize_envelope(terms, normalizer)
         # Both carry the same unknown normaliser of the current policy, which cancels.
         acceptance_log_prob = acceptance.acceptance_log_prob(
@@ -186,6 +186,11 @@ class UpdatePass:
             sample_key=sample_key,
             rollout_log_prob=verl_compat.padded(data, "rollout_log_probs") if "rollout_log_probs" in data else None,
         )
+
+
+def _packed(nested: Any) -> torch.Tensor:
+    """Packed values ``[N]`` of a nested per-token output ``[B, j]``."""
+    return nested.values()
 
 
 def _outputs_in(model_output: dict[str, torch.Tensor]) -> list[str]:

@@ -151,6 +151,7 @@ def claim_policy_loss(core_algos: ModuleType) -> None:
     if registered is not sis_policy_loss:
         raise SisConfigError(
             f"another plugin has registered the policy loss {LOSS_MODE!r}: {registered.__module__}."
-            f"{registered.__qualname__}. Uninstall one of the two, or exclude it with VERL_USE_EXTERNAL_PLUGINS=verl_sis"
+            f"{registered.__qualname__}. Uninstall one of the two, or exclude it with "
+            "VERL_USE_EXTERNAL_PLUGINS=verl_sis"
         )
     core_algos.register_policy_loss(LOSS_MODE)(sis_policy_loss)

@@ -1,6 +1,7 @@
 """The old policy's top-K, kept on the worker that computed it until the update has used it."""
 
 import hashlib
+from itertools import pairwise
 
 import torch
 from tensordict import TensorDict
@@ -26,11 +27,11 @@ def sample_keys(data: TensorDict) -> torch.Tensor:
         ``[B]`` int64 on the CPU.
     """
     keys = []
-    lengths = verl_compat.response_lengths(data)
-    for tokens, length in zip(data["input_ids"].unbind(), lengths, strict=True):
-        digest = hashlib.blake2b(digest_size=8)
-        digest.update(length.to_bytes(8, "little"))
-        digest.update(tokens.to(device="cpu", dtype=torch.int64).contiguous().numpy().tobytes())
+    token_ids, ends = verl_compat.packed(data, "input_ids")
+    tokens = token_ids.to(device="cpu", dtype=torch.int64).contiguous().numpy()
+    for (start, end), length in zip(pairwise([0, *ends]), verl_compat.response_lengths(data), strict=True):
+        digest = hashlib.blake2b(length.to_bytes(8, "little"), digest_size=8)
+        digest.update(tokens[start:end].tobytes())
         keys.append(int.from_bytes(digest.digest(), "little", signed=True))
     return torch.tensor(keys, dtype=torch.int64)
 
@@ -85,10 +86,10 @@ class TopKStore:
         if missing:
             row, key = missing[0]
             raise SisStateError(
-                f"no top-K of the old policy for {len(missing)} of {len(keys)} samples of this micro-batch; the first is "
-                f"row {row}, key {key:#x}, {lengths[row]} response tokens. This worker holds {len(self)} samples of its "
-                "last compute_log_prob. Either the trainer sent this sample to another rank than the one that scored "
-                "it, or its tokens changed in between"
+                f"no top-K of the old policy for {len(missing)} of {len(keys)} samples of this micro-batch; the first "
+                f"is row {row}, key {key:#x}, {lengths[row]} response tokens. This worker holds {len(self)} samples of "
+                "its last compute_log_prob. Either the trainer sent this sample to another rank than the one that "
+                "scored it, or its tokens changed in between"
             )
         samples = [self._samples[key] for key in keys]
         return TopK(

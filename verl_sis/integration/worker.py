@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import TrainingWorker
@@ -35,7 +34,7 @@ differ only where one sequence occurs twice in a batch and its two forward passe
 
 
 class SisTrainingWorker(TrainingWorker):
-    """verl's ``TrainingWorker`` with SIS around its loss function. Takes its settings from the loss function's config."""
+    """verl's ``TrainingWorker`` with SIS around its loss function, configured by that function's own config."""
 
     _update_pass: UpdatePass | None = None
     _in_mini_batch_loop = False
@@ -128,9 +127,7 @@ class SisTrainingWorker(TrainingWorker):
         return result
 
     @functools.wraps(TrainingWorker.load_checkpoint)
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> Any:
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False) -> Any:
         """Load verl's checkpoint and the update counter, so that z continues instead of repeating."""
         state_file = Path(local_path) / _STATE_FILE.format(rank=self.rank)
         state = json.loads(state_file.read_text()) if state_file.exists() else None

@@ -1,0 +1,82 @@
+"""What SIS cannot honour is refused in the driver, before any process starts, saying what to type."""
+
+import pytest
+from hydra.errors import InstantiationException
+
+from tests.contract.compose import ENOUGH, actor_config, compose_run
+
+SIS = "actor_rollout_ref.actor.policy_loss.sis"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+REFUSED = {
+    "bypass mode": (
+        ["algorithm.rollout_correction.bypass_mode=True"],
+        "Type algorithm.rollout_correction.bypass_mode=False",
+    ),
+    "top-p": ([f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p must be 1.0, got 0.9.*Type {ROLLOUT}.top_p=1.0"),
+    "top-k": ([f"{ROLLOUT}.top_k=20"], f"{ROLLOUT}.top_k must be -1, got 20"),
+    "min-p": ([f"+{ROLLOUT}.min_p=0.05"], f"{ROLLOUT}.min_p must be 0.0, got 0.05"),
+    "repetition penalty": ([f"+{ROLLOUT}.repetition_penalty=1.1"], f"{ROLLOUT}.repetition_penalty must be 1.0"),
+    "raw log-probs": (
+        [f"{ROLLOUT}.logprobs_mode=raw_logprobs", f"{ROLLOUT}.temperature=0.8"],
+        f"Type {ROLLOUT}.logprobs_mode=processed_logprobs",
+    ),
+    "fused kernels": (
+        ["actor_rollout_ref.model.use_fused_kernels=True"],
+        "Type actor_rollout_ref.model.use_fused_kernels=False",
+    ),
+    "static padding": (
+        ["actor_rollout_ref.actor.fsdp_config.pad_to_length=True"],
+        "Type actor_rollout_ref.actor.fsdp_config.pad_to_length=False",
+    ),
+    "distillation": (["distillation.enabled=True"], "Type distillation.enabled=False"),
+    "an engine without support": (
+        ["actor_rollout_ref.actor.strategy=veomni"],
+        r"supports the engines \('fsdp', 'fsdp2'\), got .*'veomni'",
+    ),
+    "activation replaced": (
+        ["actor_rollout_ref.model.external_lib=my_models"],
+        "external_lib must name verl_sis.integration.activate, got 'my_models'.*"
+        r"external_lib=\[verl_sis.integration.activate,your.module\]",
+    ),
+    "activation removed": (["actor_rollout_ref.model.external_lib=null"], "SIS is chosen but would not be active"),
+    "another loss": (
+        ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+        "SIS would be silently off.*sis.base_loss=gspo",
+    ),
+    "estimator": ([f"{SIS}.estimator=mean"], "estimator must be one of sampled, expected, got 'mean'"),
+    "outside rule": ([f"{SIS}.outside_top_k=keep"], "outside_top_k must be one of reject, envelope, got 'keep'"),
+    "behavior": ([f"{SIS}.behavior=rollout"], "behavior must be one of old, got 'rollout'"),
+    "K of zero": ([f"{SIS}.top_k=0"], "top_k must be an integer of at least 1, got 0"),
+    "K of half": ([f"{SIS}.top_k=1.5"], "top_k must be an integer of at least 1, got 1.5"),
+    "chunk": ([f"{SIS}.chunk_tokens=-1"], "chunk_tokens must be an integer of at least 1"),
+    "seed": ([f"{SIS}.seed=a"], "seed must be an integer, got 'a'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_the_driver(case):
+    overrides, message = REFUSED[case]
+    config = compose_run("+sis@_global_=grpo", *overrides, *ENOUGH)
+    with pytest.raises(InstantiationException, match=f"(?s)SisConfigError.*{message}"):
+        actor_config(config)
+
+
+def test_a_list_of_libraries_may_hold_the_activation():
+    libs = "actor_rollout_ref.model.external_lib=[verl_sis.integration.activate,json]"
+    assert actor_config(compose_run("+sis@_global_=grpo", libs, *ENOUGH)).policy_loss.loss_mode == "sis"
+
+
+def test_raw_log_probs_at_temperature_one_are_fine():
+    config = compose_run("+sis@_global_=grpo", f"{ROLLOUT}.logprobs_mode=raw_logprobs", *ENOUGH)
+    assert actor_config(config).policy_loss.loss_mode == "sis"
+
+
+def test_main_ppo_checks_the_actor_before_ray_starts():
+    """Verl's own order, on which the refusals above rest."""
+    import inspect
+
+    from verl.trainer import main_ppo
+
+    source = inspect.getsource(main_ppo.main)
+    assert source.index("validate_config(") < source.index("run_ppo(")

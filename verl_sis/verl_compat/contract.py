@@ -1,0 +1,155 @@
+"""What verl_sis builds on, as a table: where it is, what is expected of it, and why."""
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+_SOURCE = "https://github.com/verl-project/verl/blob/v0.9.1/"
+
+
+@dataclass(frozen=True)
+class Touchpoint:
+    """One thing of verl that verl_sis builds on.
+
+    Attributes:
+        module: Module that holds it.
+        name: Dotted name inside the module.
+        why: What SIS uses it for, and when the entry can go.
+        parameters: Parameter names that must exist, in this order.
+        fragments: Pieces of source text that must be there, for behaviour that no signature shows.
+    """
+
+    module: str
+    name: str
+    why: str
+    parameters: tuple[str, ...] = ()
+    fragments: tuple[str, ...] = ()
+
+    @property
+    def upstream(self) -> str:
+        """Address of the source at the version that was read."""
+        return _SOURCE + self.module.replace(".", "/") + ".py"
+
+    def problems(self) -> list[str]:
+        """What differs in the installed verl, in words; empty if nothing does."""
+        where = f"{self.module}.{self.name}"
+        try:
+            target: Any = importlib.import_module(self.module)
+            for part in self.name.split("."):
+                target = getattr(target, part)
+        except (ImportError, AttributeError) as error:
+            return [f"{where} is missing ({error})"]
+        found = []
+        if self.parameters:
+            names = tuple(inspect.signature(target).parameters)
+            if tuple(name for name in names if name in self.parameters) != self.parameters:
+                found.append(f"{where}: expected the parameters {self.parameters}, found {names}")
+        if self.fragments:
+            source = inspect.getsource(target)
+            found += [f"{where}: its source no longer has {text!r}" for text in self.fragments if text not in source]
+        return found
+
+
+_LOSS_PARAMETERS = (
+    "old_log_prob",
+    "log_prob",
+    "advantages",
+    "response_mask",
+    "loss_agg_mode",
+    "config",
+    "rollout_is_weights",
+)
+
+CONTRACT: tuple[Touchpoint, ...] = (
+    Touchpoint(
+        "verl.trainer.ppo.core_algos",
+        "compute_policy_loss_vanilla",
+        "The signature that every registered policy loss shares; ours has it, and calls the base loss with it.",
+        parameters=_LOSS_PARAMETERS,
+    ),
+    Touchpoint(
+        "verl.trainer.ppo.core_algos",
+        "register_policy_loss",
+        "Registration of the loss 'sis'. It overwrites silently, so the registry is read before.",
+        fragments=("POLICY_LOSS_REGISTRY[name] = func",),
+    ),
+    Touchpoint(
+        "verl.workers.utils.losses",
+        "ppo_loss",
+        "Calls the registered loss; the worker wraps it. It must pass these and look the loss up by name.",
+        parameters=("config", "model_output", "data", "dp_group"),
+        fragments=("policy_loss_fn = get_policy_loss_fn(loss_mode)", "old_log_prob=old_log_prob", "log_prob=log_prob"),
+    ),
+    Touchpoint(
+        "verl.workers.engine_workers",
+        "ActorRolloutRefWorker.init_model",
+        "Reads actor_worker_cls after the model configuration imported external_lib, and hands it partial(ppo_loss).",
+        fragments=(
+            "self.actor_worker_cls(config=",
+            "partial(ppo_loss, config=actor_config)",
+            "set_loss_fn(self.loss_fn)",
+        ),
+    ),
+    Touchpoint(
+        "verl.workers.engine_workers",
+        "TrainingWorker.infer_batch",
+        "The old pass: overridden to give the engine a capturing loss function.",
+        parameters=("self", "data"),
+        fragments=("loss_function = self.loss_fn if compute_loss else None", 'key="no_lora_adapter"'),
+    ),
+    Touchpoint(
+        "verl.workers.engine_workers",
+        "TrainingWorker.train_mini_batch",
+        "The update: overridden to pool statistics over mini-batches. It must call train_batch for each of them.",
+        parameters=("self", "data"),
+        fragments=("self.train_batch(mini_batch_td)", "append_to_dict(metrics, output)"),
+    ),
+    Touchpoint(
+        "verl.workers.engine_workers",
+        "TrainingWorker.train_batch",
+        "One optimizer update: overridden to count it and to attach sample keys.",
+        parameters=("self", "data"),
+        fragments=("loss_function=self.loss_fn",),
+    ),
+    Touchpoint(
+        "verl.workers.engine_workers",
+        "TrainingWorker.save_checkpoint",
+        "Overridden to store the update counter beside verl's checkpoint.",
+        parameters=("self", "local_path", "hdfs_path", "global_step", "max_ckpt_to_keep"),
+    ),
+    Touchpoint(
+        "verl.workers.engine_workers",
+        "TrainingWorker.load_checkpoint",
+        "Overridden to restore the update counter.",
+        parameters=("self", "local_path", "hdfs_path", "del_local_after_load"),
+    ),
+    Touchpoint(
+        "verl.workers.engine.fsdp.transformer_impl",
+        "FSDPEngineWithLMHead.prepare_model_outputs",
+        "The logits hook: called on temperature-scaled logits, its 1-D results gathered over Ulysses and nested.",
+        parameters=("self", "output", "output_args", "micro_batch", "logits_processor_func"),
+        fragments=(
+            "logits_processor_func(student_logits=logits_rmpad.unsqueeze(0), data=micro_batch)",
+            "self._gather_and_unpad_packed(v, output_args[",
+        ),
+    ),
+    Touchpoint(
+        "verl.workers.utils.padding",
+        "no_padding_2_padding",
+        "Slices the response part, shifted by one, out of per-token outputs.",
+        parameters=("tensor", "data"),
+    ),
+    Touchpoint(
+        "verl.utils.ulysses",
+        "gather_outputs_and_unpad",
+        "Collects top-K columns over the sequence-parallel group in the old pass.",
+        parameters=("x", "gather_dim", "unpad_dim", "padding_size"),
+    ),
+    Touchpoint(
+        "verl.utils.torch_functional",
+        "allgather_dict_into_dict",
+        "Brings the statistics of all data-parallel ranks together, inside verl's own metric exchange.",
+        parameters=("data", "group"),
+    ),
+)
