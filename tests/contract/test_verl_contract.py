@@ -71,7 +71,7 @@ def test_a_second_plugin_with_our_loss_name_is_refused(monkeypatch):
     from verl.trainer.ppo import core_algos
 
     monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "sis", core_algos.compute_policy_loss_vanilla)
-    with pytest.raises(SisConfigError, match="another plugin has registered the policy loss 'sis'.*vanilla"):
+    with pytest.raises(SisConfigError, match=r"another plugin has registered the policy loss 'sis'.*vanilla"):
         verl_compat.check_registered_loss()
 
 
@@ -113,7 +113,7 @@ def test_activation_replaces_the_actors_worker_and_nothing_else(monkeypatch):
     assert worker.ref_worker_cls is engine_workers.TrainingWorker
     activate(engine_workers)
     monkeypatch.setattr(worker, "actor_worker_cls", type("Theirs", (engine_workers.TrainingWorker,), {}))
-    with pytest.raises(SisConfigError, match="another library has set .*Theirs"):
+    with pytest.raises(SisConfigError, match=r"another library has set .*Theirs"):
         activate(engine_workers)
 
 

@@ -35,7 +35,7 @@ def parts_imported(file):
             names = [alias.name for alias in node.names]
         for name in names:
             if name.split(".")[0] == "verl_sis":
-                part = (name.split(".") + [""])[1]
+                part = [*name.split("."), ""][1]
                 yield part if (PACKAGE / part).exists() or (PACKAGE / f"{part}.py").exists() else ""
             elif name.split(".")[0] in ("tests", "recipes", "scripts"):
                 yield name

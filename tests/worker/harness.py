@@ -87,8 +87,6 @@ def build_worker(settings: Settings) -> Any:
     from verl.workers.utils.losses import ppo_loss
 
     import verl_sis.cpu.engine  # noqa: F401
-    from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisPolicyLossConfig, SisRunFacts
-    from verl_sis.integration.worker import SisTrainingWorker
 
     dynamic = settings.max_tokens is not None
     precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), settings.dtype)
@@ -115,7 +113,10 @@ def build_worker(settings: Settings) -> Any:
             **settings.model_overrides,
         }
     )
-    worker_class = TrainingWorker if settings.sis is None else SisTrainingWorker
+    worker_class: type[TrainingWorker] = TrainingWorker
+    policy_loss = PolicyLossConfig()
+    if settings.sis is not None:
+        worker_class, policy_loss = sis_choice(settings.sis)
     worker = worker_class(
         TrainingWorkerConfig(
             model_type="language_model",
@@ -126,11 +127,6 @@ def build_worker(settings: Settings) -> Any:
         )
     )
     worker.reset()
-    if settings.sis is None:
-        policy_loss = PolicyLossConfig()
-    else:
-        facts = SisRunFacts(external_lib=ACTIVATION_MODULE)
-        policy_loss = SisPolicyLossConfig(sis=SisConfig(run=facts, **settings.sis))
     actor_config = FSDPActorConfig(
         **{
             "strategy": "fsdp2",
@@ -145,6 +141,15 @@ def build_worker(settings: Settings) -> Any:
     )
     worker.set_loss_fn(partial(ppo_loss, config=actor_config))
     return worker
+
+
+def sis_choice(sis: dict[str, Any]) -> tuple[Any, Any]:
+    """The worker class and the policy-loss section of a run that chose SIS; imported only then."""
+    from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisPolicyLossConfig, SisRunFacts
+    from verl_sis.integration.worker import SisTrainingWorker
+
+    facts = SisRunFacts(external_lib=ACTIVATION_MODULE)
+    return SisTrainingWorker, SisPolicyLossConfig(sis=SisConfig(run=facts, **sis))
 
 
 def nested(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A stand-in for one function: flash-attention over packed sequences, which has no CPU build.
 
-verl's Ulysses patch wraps transformers' ``_flash_attention_forward`` between two all-to-alls. Here verl's wrapper runs as
-it is; only the function inside is replaced, by dense attention with a mask made from the position ids. Test-only.
+verl's Ulysses patch wraps transformers' ``_flash_attention_forward`` between two all-to-alls. Here verl's wrapper runs
+as it is; only the function inside is replaced, by dense attention with a mask made from the position ids. Test-only.
 """
 
 import torch
@@ -10,9 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 NAME = "sdpa_under_ulysses"
 
 
-def packed_attention(
-    query, key, value, attention_mask, query_length, *args, position_ids=None, softmax_scale=None, **_
-):
+def packed_attention(query, key, value, *_args, position_ids, softmax_scale, **_ignored):
     """Causal attention within each sequence of a packed row; ``[1, n, heads, head_dim]`` as flash-attention has it."""
     sequence = (position_ids[0] == 0).cumsum(0)
     order = torch.arange(len(sequence))

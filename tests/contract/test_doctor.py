@@ -1,0 +1,66 @@
+"""``verl-sis doctor`` says "ready", or names the fault, its remedy, and exits with 1."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from verl_sis import __main__, doctor
+from verl_sis.errors import SisError
+
+
+def test_ready_in_this_environment():
+    result = subprocess.run(
+        [sys.executable, "-m", "verl_sis", "doctor"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ready: add +sis@_global_=grpo" in result.stdout
+    assert result.stdout.count(" ok ") == len(doctor.CHECKS)
+
+
+def test_an_excluded_plugin_is_a_fault_with_a_remedy():
+    result = subprocess.run(
+        [sys.executable, "-m", "verl_sis", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "other", "VERL_PLATFORM": "", "COLUMNS": "300"},
+    )
+    assert result.returncode == 1
+    assert "VERL_USE_EXTERNAL_PLUGINS=verl_sis" in result.stdout
+    assert "ready" not in result.stdout
+
+
+def test_one_fault_does_not_hide_another(monkeypatch):
+    def broken():
+        raise SisError("first fault")
+
+    def missing():
+        raise ImportError("second fault")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"one": broken, "two": missing, "three": lambda: "fine"})
+    result = CliRunner().invoke(__main__.app, ["doctor"])
+    assert result.exit_code == 1
+    for text in ("first fault", "second fault", "fine"):
+        assert text in result.output
+
+
+@pytest.mark.parametrize("fault", ["uniforms", "top-K", "identity"])
+def test_the_self_test_can_fail(monkeypatch, fault):
+    assert "top-K exact" in doctor.self_test()
+    if fault == "uniforms":
+        monkeypatch.setattr(doctor.acceptance, "counter_uniforms", lambda *_, **__: torch.zeros(2))
+    elif fault == "top-K":
+        monkeypatch.setattr(
+            doctor.envelope, "top_k_logits", lambda logits, k, **_: (logits[:, :k], torch.zeros(len(logits), k).int())
+        )
+    else:
+        monkeypatch.setattr(
+            doctor.acceptance, "acceptance_log_prob", lambda log_ratio, *_, **__: torch.zeros_like(log_ratio)
+        )
+    with pytest.raises(SisError):
+        doctor.self_test()

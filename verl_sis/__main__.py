@@ -1,0 +1,34 @@
+"""Command line of verl_sis: ``verl-sis`` or ``python -m verl_sis``."""
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="Selective Importance Sampling for verl.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
+
+
+@app.callback()
+def main() -> None:
+    """Selective Importance Sampling for verl."""
+
+
+@app.command()
+def doctor() -> None:
+    """Check that SIS can work in this environment; exit code 1, with the remedy, if not."""
+    # torch and verl take seconds to import; `--help` must not.
+    from verl_sis.doctor import examine
+
+    findings = examine()
+    table = Table("check", "", "found", title="verl-sis doctor", show_lines=True)
+    for finding in findings:
+        table.add_row(finding.check, "ok" if finding.ok else "FAULT", finding.detail)
+    Console().print(table)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+    typer.echo("ready: add +sis@_global_=grpo to a run of python -m verl.trainer.main_ppo")
+
+
+if __name__ == "__main__":
+    app()
