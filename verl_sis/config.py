@@ -169,8 +169,8 @@ class SisConfig(BaseConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SisConfigError(f"policy_loss.sis.{name} must be an integer of at least 1, got {value!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise SisConfigError(f"policy_loss.sis.seed must be an integer, got {self.seed!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
+            raise SisConfigError(f"policy_loss.sis.seed must be an integer in [0, 2^63), got {self.seed!r}")
 
 
 @dataclass

@@ -7,6 +7,7 @@ verl imports that registry. Choosing the group makes the difference (see ``verl_
 verl reports a plugin that fails to load at DEBUG level only, so the failure is logged here before it is raised again.
 """
 
+import importlib
 import logging
 import os
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ def register() -> None:
 
         platform.register()
         patches.apply()
+        wrapt.when_imported("verl.workers.engine")(_register_cpu_engines)
 
 
 def _store_group(group: str) -> None:
@@ -78,6 +80,11 @@ def _store_group(group: str) -> None:
         )
     for name, node in presets(group):
         store.store(group=group, name=name, node=node, package="_global_", provider=PROVIDER)
+
+
+def _register_cpu_engines(_engine: ModuleType) -> None:
+    """Register the CPU engines wherever verl has engines: a critic's process imports no ``external_lib``."""
+    importlib.import_module("verl_sis.cpu.engine")
 
 
 def _register_policy_loss(core_algos: ModuleType) -> None:

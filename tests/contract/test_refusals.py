@@ -50,7 +50,7 @@ REFUSED = {
     "K of zero": ([f"{SIS}.top_k=0"], "top_k must be an integer of at least 1, got 0"),
     "K of half": ([f"{SIS}.top_k=1.5"], "top_k must be an integer of at least 1, got 1.5"),
     "chunk": ([f"{SIS}.chunk_tokens=-1"], "chunk_tokens must be an integer of at least 1"),
-    "seed": ([f"{SIS}.seed=a"], "seed must be an integer, got 'a'"),
+    "seed": ([f"{SIS}.seed=a"], r"seed must be an integer in \[0, 2\^63\), got 'a'"),
 }
 
 

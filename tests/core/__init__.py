@@ -1,1 +1,1 @@
-"""Tests of verl_sis."""
+"""Tests of the mathematics in verl_sis.core."""

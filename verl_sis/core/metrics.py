@@ -21,8 +21,10 @@ def sis_metrics(pooled: PooledStatistics) -> dict[str, float]:
 
         * per token: ``accept_rate`` mean z, ``accept_rate_expected`` mean (1 - xi) / M^, ``in_topk_rate``,
           ``residual_mass/{mean,p95,max}``, ``envelope/{mean,max}``, ``log_ratio_abs`` mean |log w|;
-        * ``kappa`` = accept_rate / accept_rate_expected, which is 1 up to sampling noise if y ~ pi_old, and
-          ``kappa_se``, its standard error under that hypothesis from random groups of sequences;
+        * ``kappa`` = accept_rate / accept_rate_expected, which is 1 up to sampling noise if y ~ pi_old, tokens outside
+          V_K are rejected, and the samples have not themselves moved the current policy (the first epoch); and
+          ``kappa_se``, its standard error under that hypothesis from random groups of sequences. With n sequences
+          ``|kappa - 1| / kappa_se`` cannot exceed ``sqrt(min(n, 64))``: judge it over many sequences;
         * per response: ``D`` mean over responses of sum |log w|, ``D_sis`` the same over rejected tokens;
         * ``ess/{before,after}``: (sum w)^2 / (n sum w^2) of w and of w~, a fraction of n tokens.
 
@@ -48,8 +50,8 @@ def sis_metrics(pooled: PooledStatistics) -> dict[str, float]:
         "sis/log_ratio_abs": _ratio(s["log_ratio_abs"], tokens),
         "sis/D": _ratio(s["log_ratio_abs"], responses),
         "sis/D_sis": _ratio(s["log_ratio_abs_rejected"], responses),
-        "sis/ess/before": _ratio(s["ratio"] ** 2, tokens * s["ratio_squared"]),
-        "sis/ess/after": _ratio(s["sis_ratio"] ** 2, tokens * s["sis_ratio_squared"]),
+        "sis/ess/before": _effective_share(s["ratio"], s["ratio_squared"], tokens),
+        "sis/ess/after": _effective_share(s["sis_ratio"], s["sis_ratio_squared"], tokens),
     }
 
 
@@ -75,7 +77,7 @@ def mismatch_metrics(pooled: PooledStatistics) -> dict[str, float]:
         "mismatch/abs_log_ratio/p99": histogram_quantile(pooled.histograms["mismatch_abs"], 0.99),
         "mismatch/abs_log_ratio/max": _finite_or_nan(pooled.maxima["mismatch_abs"]),
         "mismatch/F_tau2": _ratio(s["mismatch_outside_tau"], tokens),
-        "mismatch/pearson": _pearson(s),
+        "mismatch/pearson": pooled.probabilities.correlation(),
     }
 
 
@@ -102,15 +104,12 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
 
 
+def _effective_share(weight_sum: float, square_sum: float, tokens: float) -> float:
+    """``(sum w)^2 / (n sum w^2)``, in an order that cannot overflow; NaN once a sum has left float64 (log w > 354)."""
+    if not (math.isfinite(weight_sum) and math.isfinite(square_sum)):
+        return math.nan
+    return _ratio(weight_sum, tokens) * _ratio(weight_sum, square_sum)
+
+
 def _finite_or_nan(value: float) -> float:
     return value if math.isfinite(value) else math.nan
-
-
-def _pearson(s: dict[str, float]) -> float:
-    n = s["mismatch_tokens"]
-    covariance = n * s["rollout_old_prob"] - s["rollout_prob"] * s["old_prob"]
-    variance = (n * s["rollout_prob_squared"] - s["rollout_prob"] ** 2) * (
-        n * s["old_prob_squared"] - s["old_prob"] ** 2
-    )
-    # Equal probabilities everywhere leave no variance to correlate.
-    return covariance / math.sqrt(variance) if variance > 0 else math.nan

@@ -5,10 +5,13 @@ float64, so the split of a batch changes a rate by float64 rounding only. Tokens
 left out of every sum and counted instead.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from verl_sis.core.envelope import FILTERED_LOG_PROB
 
 KAPPA_GROUPS = 64
 """Number of random groups of sequences behind the standard error of kappa."""
@@ -43,14 +46,55 @@ SUMS = (
     "mismatch_abs",
     "mismatch_outside_tau",
     "mismatch_non_finite",
-    "rollout_prob",
-    "rollout_prob_squared",
-    "old_prob",
-    "old_prob_squared",
-    "rollout_old_prob",
 )
 MAXIMA = ("residual_mass", "envelope", "mismatch_abs")
 HISTOGRAMS = ("residual_mass", "mismatch_abs")
+
+
+@dataclass(frozen=True)
+class JointMoments:
+    """Count, means and centred second moments of pairs (x, y); merged by Chan, Golub and LeVeque's formula (1979).
+
+    Centred, because sums of squares lose the variance of probabilities that are nearly constant.
+    """
+
+    count: float = 0.0
+    mean_x: float = 0.0
+    mean_y: float = 0.0
+    square_x: float = 0.0
+    square_y: float = 0.0
+    product: float = 0.0
+
+    @classmethod
+    def of(cls, x: np.ndarray, y: np.ndarray) -> "JointMoments":
+        """Moments of float64 samples ``[n]``."""
+        if not x.size:
+            return cls()
+        dx, dy = x - x.mean(), y - y.mean()
+        return cls(float(x.size), float(x.mean()), float(y.mean()), float(dx @ dx), float(dy @ dy), float(dx @ dy))
+
+    def merged(self, other: "JointMoments") -> "JointMoments":
+        """Moments of both sets of pairs together."""
+        count = self.count + other.count
+        if not count:
+            return self
+        dx, dy = other.mean_x - self.mean_x, other.mean_y - self.mean_y
+        share, weight = other.count / count, self.count * other.count / count
+        return JointMoments(
+            count,
+            self.mean_x + share * dx,
+            self.mean_y + share * dy,
+            self.square_x + other.square_x + weight * dx * dx,
+            self.square_y + other.square_y + weight * dy * dy,
+            self.product + other.product + weight * dx * dy,
+        )
+
+    def correlation(self) -> float:
+        """Pearson's correlation; NaN where a side does not vary beyond float64 rounding of its mean."""
+        for square, mean in ((self.square_x, self.mean_x), (self.square_y, self.mean_y)):
+            if not square > self.count * (1e-15 * mean) ** 2:
+                return math.nan
+        return self.product / math.sqrt(self.square_x * self.square_y)
 
 
 @dataclass
@@ -62,6 +106,7 @@ class PooledStatistics:
         maxima: float64 maxima by name (``MAXIMA``); -inf when empty.
         histograms: int64 counts by name (``HISTOGRAMS``), one bin below, one above ``HISTOGRAM_EDGES``.
         kappa_groups: ``[KAPPA_GROUPS]`` float64, sum of ``z - (1 - xi) / M^`` over the sequences of each group.
+        probabilities: Moments of the sampled tokens' probabilities, rollout engine against trainer.
     """
 
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
@@ -70,6 +115,7 @@ class PooledStatistics:
         default_factory=lambda: {name: np.zeros(len(HISTOGRAM_EDGES) + 1, dtype=np.int64) for name in HISTOGRAMS}
     )
     kappa_groups: np.ndarray = field(default_factory=lambda: np.zeros(KAPPA_GROUPS))
+    probabilities: JointMoments = field(default_factory=JointMoments)
 
     def merge(self, other: "PooledStatistics") -> None:
         """Add the tokens of ``other``."""
@@ -80,6 +126,19 @@ class PooledStatistics:
         for name, counts in other.histograms.items():
             self.histograms[name] = self.histograms[name] + counts
         self.kappa_groups = self.kappa_groups + other.kappa_groups
+        self.probabilities = self.probabilities.merged(other.probabilities)
+
+
+def is_log_prob(log_prob: torch.Tensor) -> torch.Tensor:
+    """Whether a value is a log-probability: finite, and not the large negative number that some engines put for -inf.
+
+    Args:
+        log_prob: Any shape.
+
+    Returns:
+        bool of the same shape.
+    """
+    return torch.isfinite(log_prob) & (log_prob > FILTERED_LOG_PROB)
 
 
 @torch.no_grad()
@@ -109,7 +168,9 @@ def acceptance_statistics(
     Returns:
         Sums over the masked tokens with finite values; the others count as ``non_finite``.
     """
-    finite = torch.isfinite(log_ratio) & torch.isfinite(log_envelope) & torch.isfinite(residual_mass)
+    finite = torch.isfinite(log_envelope) & torch.isfinite(residual_mass)
+    # Both signs: either policy may have filtered the token.
+    finite = finite & is_log_prob(log_ratio) & is_log_prob(-log_ratio)
     used = mask & finite
     log_w = torch.where(used, log_ratio, 0.0).double()
     envelope = torch.exp(torch.where(used, log_envelope, 0.0).double())
@@ -166,12 +227,11 @@ def mismatch_statistics(
     Returns:
         Sums over masked tokens where both are finite; the others count as ``mismatch_non_finite``.
     """
-    finite = torch.isfinite(old_log_prob) & torch.isfinite(rollout_log_prob)
+    finite = is_log_prob(old_log_prob) & is_log_prob(rollout_log_prob)
     used = mask & finite
     old = torch.where(used, old_log_prob, 0.0).double()
     rollout = torch.where(used, rollout_log_prob, 0.0).double()
     d = old - rollout
-    old_prob, rollout_prob = torch.exp(old), torch.exp(rollout)
 
     pooled = PooledStatistics()
     _add_sums(
@@ -183,15 +243,14 @@ def mismatch_statistics(
             "mismatch_k3": torch.expm1(d) - d,
             "mismatch_abs": d.abs(),
             "mismatch_outside_tau": (d.abs() > float(np.log(MISMATCH_TAU))).double(),
-            "rollout_prob": rollout_prob,
-            "rollout_prob_squared": rollout_prob.square(),
-            "old_prob": old_prob,
-            "old_prob_squared": old_prob.square(),
-            "rollout_old_prob": rollout_prob * old_prob,
         },
     )
     pooled.sums["mismatch_non_finite"] = float((mask & ~finite).sum())
     _add_extremes(pooled, "mismatch_abs", d.abs()[used])
+    # 1 - p rather than p: a collapsed policy has p = 1 - 1e-9, and 1 - p keeps its digits.
+    pooled.probabilities = JointMoments.of(
+        -torch.expm1(rollout[used]).cpu().numpy(), -torch.expm1(old[used]).cpu().numpy()
+    )
     return pooled
 
 

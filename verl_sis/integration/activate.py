@@ -5,12 +5,11 @@ driver and in the rollout servers. It acts only on ``verl.workers.engine_workers
 it costs nothing.
 """
 
-import os
 from types import ModuleType
 
 import wrapt
 
-import verl_sis.register  # a process with plugin discovery off has not loaded it
+import verl_sis.register  # noqa: F401  (a process with plugin discovery off has not loaded it)
 from verl_sis import verl_compat
 from verl_sis.errors import SisConfigError
 
@@ -40,5 +39,3 @@ def activate(engine_workers: ModuleType) -> None:
 
 verl_compat.check_plugin_policy()
 wrapt.when_imported("verl.workers.engine_workers")(activate)
-if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-    import verl_sis.cpu.engine  # noqa: F401  (registers the CPU engines)

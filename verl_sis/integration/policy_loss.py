@@ -107,8 +107,10 @@ def sis_policy_loss(
     weight = torch.exp(micro_batch.acceptance_log_prob)
     outer = torch.ones_like(weight) if rollout_is_weights is None else rollout_is_weights
     at_one, _ = micro_batch.base_loss(old_log_prob=log_prob.detach(), rollout_is_weights=outer * weight, **arguments)
+    # A token that is certain to be accepted has no part in this term; 0 * inf would give it one.
+    old_where_possible = acceptance.transformed_old_log_prob(weight >= 1.0, log_prob, old_log_prob)
     at_ratio, metrics = micro_batch.base_loss(
-        old_log_prob=old_log_prob, rollout_is_weights=outer * (1.0 - weight), **arguments
+        old_log_prob=old_where_possible, rollout_is_weights=outer * (1.0 - weight), **arguments
     )
     return at_one + at_ratio, metrics
 

@@ -195,7 +195,7 @@ def _pool(metrics: dict[str, Any]) -> dict[str, Any]:
     pooled = _merged(metrics.pop(STATISTICS))
     tokens = pooled.sums["tokens"]
     gap = pooled.sums["stored_gap"] / tokens if tokens else 0.0
-    if gap > ALIGNMENT_TOLERANCE:
+    if not gap <= ALIGNMENT_TOLERANCE:
         raise SisStateError(
             f"the stored old log-probs differ from the trainer's by {gap:.3g} nats a token on average (tolerance "
             f"{ALIGNMENT_TOLERANCE}): the top-K columns belong to other tokens, or old_log_probs does not come from "
@@ -217,9 +217,11 @@ def _pool_and_report(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_age(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Metrics over all mini-batches of an update, and the acceptance rate of each by its age in optimizer steps."""
+    """Metrics over all mini-batches of an update, and two rates of each by its age in optimizer steps."""
     updates = metrics.pop(STATISTICS)
     metrics.update(_report(_merged(updates)))
     for age, pooled in enumerate(updates):
-        metrics[f"sis/accept_rate_by_age/{age}"] = [sis_metrics(pooled)["sis/accept_rate"]]
+        values = sis_metrics(pooled)
+        for rate in ("accept_rate", "in_topk_rate"):
+            metrics[f"sis/{rate}_by_age/{age}"] = [values[f"sis/{rate}"]]
     return metrics

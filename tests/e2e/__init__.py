@@ -1,0 +1,1 @@
+"""Whole training runs: real verl, real vLLM, real Ray, on a CPU."""

@@ -1,0 +1,111 @@
+"""``python -m verl.trainer.main_ppo +sis@_global_=NAME``: each preset, and the trainer's features around it."""
+
+import math
+
+import pytest
+
+N = 4
+"""Mini-batch updates per rollout: the tiny configuration has 16 prompts a rollout and 4 a mini-batch."""
+
+RUNS = {
+    "grpo with reference model and KL loss": ["+sis@_global_=grpo", "actor_rollout_ref.actor.use_kl_loss=True"],
+    "dapo with group filtering": ["+sis@_global_=dapo"],
+    "gspo with dynamic batch size": [
+        "+sis@_global_=gspo",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=400",
+    ],
+    "cispo, padded layout, entropy bonus, rollout correction": [
+        "+sis@_global_=cispo",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.actor.entropy_coeff=0.001",
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_is_threshold=2.0",
+    ],
+    "ppo with critic and GAE": [
+        "+sis@_global_=grpo",
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr=1e-4",
+    ],
+}
+
+
+def standard_errors_from_one(step):
+    """Distance of kappa from 1 in standard errors; float error of the expected rate allows 1e-5 more."""
+    return max(0.0, abs(step["actor/sis/kappa"] - 1.0) - 1e-5) / step["actor/sis/kappa_se"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_sis_is_active_and_its_identities_hold(train, run):
+    steps = train(*RUNS[run])
+    assert len(steps) == 3
+    for step in steps:
+        assert step["actor/sis/active"] == 1.0
+        assert step["actor/sis/non_finite"] == 0.0
+        assert standard_errors_from_one(step) <= 4.0
+        assert_acceptance_by_age(step)
+        assert step["actor/sis/D_sis"] <= step["actor/sis/D"]
+        # fp32 rollout and trainer; the missing expert repack after a weight update showed 6e-3 here, silently.
+        assert step["training/rollout_probs_diff_max"] < 1e-5
+        assert step["actor/mismatch/abs_log_ratio/max"] < 1e-4
+        assert step["actor/mismatch/tokens"] == step["actor/sis/tokens"]
+        assert math.isfinite(step["actor/grad_norm"])
+
+
+def assert_acceptance_by_age(step):
+    rates = [step[f"actor/sis/accept_rate_by_age/{age}"] for age in range(N)]
+    # The first mini-batch meets the old policy itself: every token of the top-K is accepted, and no other.
+    assert rates[0] == step["actor/sis/in_topk_rate_by_age/0"]
+    if step["actor/lr"] > 0:
+        inside = [rate / step[f"actor/sis/in_topk_rate_by_age/{age}"] for age, rate in enumerate(rates)]
+        assert inside[0] == 1.0
+        assert max(inside[1:]) < 1.0
+        assert inside[-1] < inside[0]
+
+
+def test_resume_continues_where_the_run_stopped(train, tmp_path):
+    """The update counter that seeds the acceptance survives verl's checkpoint and resume."""
+    common = ["+sis@_global_=grpo", "trainer.save_freq=1", "trainer.resume_mode=auto"]
+    train(*common, "trainer.total_training_steps=2", name="first")
+    state = tmp_path / "checkpoints" / "global_step_2" / "actor" / "verl_sis_rank_0.json"
+    assert state.read_text() == f'{{"format": 1, "updates": {2 * N}}}'
+    steps = train(*common, "trainer.total_training_steps=3", name="second")
+    assert [step["training/global_step"] for step in steps] == [3]
+    assert (tmp_path / "checkpoints" / "global_step_3" / "actor" / "verl_sis_rank_0.json").exists()
+    later = tmp_path / "checkpoints" / "global_step_3" / "actor" / "verl_sis_rank_0.json"
+    assert later.read_text() == f'{{"format": 1, "updates": {3 * N}}}'
+
+
+def test_bfloat16_has_a_mismatch_and_kappa_still_holds(train):
+    precision = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
+    steps = train(
+        "+sis@_global_=grpo",
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+        f"actor_rollout_ref.actor.fsdp_config.mixed_precision={precision}",
+    )
+    for step in steps:
+        assert 1e-6 < step["actor/mismatch/k3"] < 0.1
+        assert abs(step["actor/sis/kappa"] - 1.0) <= 4.0 * step["actor/sis/kappa_se"] + 0.03
+
+
+def test_the_base_loss_alone_has_no_trace_of_sis(train):
+    steps = train()
+    assert len(steps) == 3
+    assert not any("sis/" in name or "mismatch/" in name for step in steps for name in step)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+sis@_global_=grpo", "algorithm.rollout_correction.bypass_mode=True"], "bypass_mode=False"),
+        (["+sis@_global_=grpo", "actor_rollout_ref.actor.policy_loss.sis.top_k=1000"], "larger than the vocabulary"),
+        (["+sis@_global_=grpo", "actor_rollout_ref.actor.policy_loss.sis.base_loss=gpg"], "does not depend on old_log"),
+    ],
+)
+def test_refused_before_the_first_rollout(train, overrides, message):
+    result, log = train(*overrides, check=False)
+    assert result.returncode != 0
+    assert not result.timed_out
+    assert "SisConfigError" in log
+    assert message in log
+    assert "step:1" not in log

@@ -1,0 +1,1 @@
+"""Tests of the registered loss and of verl's base losses under it, without a worker."""
