@@ -22,6 +22,7 @@ RUNS = {
         "algorithm.rollout_correction.rollout_is=token",
         "algorithm.rollout_correction.rollout_is_threshold=2.0",
     ],
+    "legacy trainer": ["+sis@_global_=grpo", "trainer.use_v1=False"],
     "ppo with critic and GAE": [
         "+sis@_global_=grpo",
         "algorithm.adv_estimator=gae",

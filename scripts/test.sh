@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Set up, check style and types, and run the tests.
+#
+#   bash scripts/test.sh [--e2e] [PYTEST ARGUMENT ...]
+#
+# The fast suite takes minutes. --e2e adds whole training runs of a tiny model with verl, vLLM and Ray.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+e2e=false
+if [[ ${1:-} == --e2e ]]; then
+    e2e=true
+    shift
+fi
+
+bash scripts/setup.sh
+bin=.venv/bin
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/pyright" verl_sis
+
+"$bin/python" -m pytest -m "not e2e" "$@"
+if $e2e; then
+    "$bin/python" -m pytest -m e2e "$@"
+fi

@@ -1,0 +1,67 @@
+"""The benchmark at a tiny size: it runs, and its record has what a reader of the figures needs."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bench") / "new" / "sis.json"
+    sizes = ["--tokens=12", "--vocab=600", "--k=3", "--k=5", "--rounds=2", "--sequences=3", "--chunk=2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+        bench_sis = importlib.import_module("bench_sis")
+        # Here verl is on the CPU anyway, and a process of its own would import it once more.
+        patch.setattr(bench_sis, "in_cpu_process", lambda function, *arguments: function(*arguments))
+        finished = CliRunner().invoke(bench_sis.app, [*sizes, f"--json={path}"], catch_exceptions=False)
+    assert finished.exit_code == 0, finished.output
+    assert "bytes between processes" in finished.output
+    assert [file.name for file in path.parent.iterdir()] == [path.name], "no temporary file is left"
+    return json.loads(path.read_text())
+
+
+def test_it_says_what_was_measured_and_with_what(record):
+    assert record["shape"] == {"tokens": 12, "vocab": 600, "sequences": 3, "chunk": 2, "device": "cpu"}
+    assert record["rounds"] == 2
+    assert set(record["environment"]) == {"python", "threads", "torch", "verl", "verl-sis", "tensordict"}
+    assert set(record["targets"]) == {"old pass", "update pass", "peak memory", "bytes per token", "step time"}
+
+
+def test_each_pass_is_there_for_each_dtype_k_and_way(record):
+    ways = {"fp32": {"SIS", "straightforward"}, "bf16": {"SIS", "straightforward"}}
+    expected = {("old pass", dtype, k, way) for dtype in ways for k in (3, 5) for way in ways[dtype]}
+    ways["bf16"].add("SIS, float32 log-probs given")
+    expected |= {("update pass", dtype, k, way) for dtype in ways for k in (3, 5) for way in ways[dtype]}
+    found = [(row["pass"], row["dtype"], row["k"], row["way"]) for row in record["passes"]]
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+
+
+def test_ratios_come_from_the_times_of_the_same_rounds(record):
+    for row in record["passes"]:
+        assert len(row["extra_s"]) == len(row["verl_s"]) == 2
+        assert row["ratio_min"] == pytest.approx(min(row["extra_s"]) / min(row["verl_s"]))
+        assert row["ratio_median"] == pytest.approx(sum(row["extra_s"]) / sum(row["verl_s"]))
+
+
+def test_peak_memory_is_measured_against_the_bound(record):
+    for row in record["passes"]:
+        assert row["peak_bound_bytes"] == 2 * 600 * 4 + 12 * row["k"] * 8
+        assert row["peak_ratio"] == pytest.approx(row["peak_bytes"] / row["peak_bound_bytes"])
+        if row["way"] == "straightforward":
+            assert row["peak_bytes"] >= 12 * 600 * 4, "a float32 softmax of everything"
+
+
+def test_sis_returns_no_bytes_per_token(record):
+    moved = record["bytes"]
+    assert moved["extra_per_token"] == 0
+    assert moved["per_token"]["verl"] == moved["per_token"]["SIS"] > 4, "at least one log-prob per token"
+    assert moved["straightforward_per_token"] == {"3": 36, "5": 60}
+    assert 0 < moved["extra_per_update"] < 10_000
