@@ -3,7 +3,8 @@
     python scripts/bench_sis.py [--tokens 256] [--vocab 151936] [--k 10 --k 50 --k 100] [--json FILE] [--step-time]
 
 All times of one ratio are taken in one process, in turn, round after round; the table shows the ratio of the minima and
-of the medians. What is timed stands in ``bench_jobs.py``.
+of the medians. What is timed stands in ``bench_jobs.py``. Where other work shares the cores, set OMP_NUM_THREADS=1: a
+thread that has to wait for a core holds up all others.
 """
 
 import importlib.metadata
@@ -157,19 +158,29 @@ def _measure_bytes(harness: Any, ks: list[int]) -> dict[str, Any]:
 
 def measure_step_time(folder: Path, pairs: int) -> dict[str, Any]:
     """Step time of the quickstart with SIS and without, in alternating short runs."""
-    steps: dict[str, list[list[float]]] = {"SIS": [], "base": []}
+    runs: dict[str, list[list[dict[str, float]]]] = {"SIS": [], "base": []}
     for pair in range(pairs):
         # The order within a pair alternates too, so that a drift of the machine falls on both alike.
-        for name in sorted(steps, reverse=pair % 2 == 1):
+        for name in sorted(runs, reverse=pair % 2 == 1):
             output = folder / f"{pair}-{name}"
             command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), f"--output={output}", *RUN_OVERRIDES]
             subprocess.run(command + ["--base"] * (name == "base"), check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
             rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-            steps[name].append([row["timing_s/step"] for row in rows if row["step"] >= FIRST_STEP])
-    medians = {name: [statistics.median(run) for run in runs] for name, runs in steps.items()}
-    pooled = {name: statistics.median([step for run in runs for step in run]) for name, runs in steps.items()}
-    ratios = [sis / base for sis, base in zip(medians["SIS"], medians["base"], strict=True)]
-    return {"steps_s": steps, "ratio_of_medians": pooled["SIS"] / pooled["base"], "ratio_of_pairs": ratios}
+            runs[name].append([row for row in rows if row["step"] >= FIRST_STEP])
+
+    def medians(name: str, metric: str) -> list[float]:
+        return [statistics.median(row[metric] for row in run) for run in runs[name]]
+
+    seconds = {name: [[row["timing_s/step"] for row in run] for run in runs[name]] for name in runs}
+    pooled = {name: statistics.median(step for run in seconds[name] for step in run) for name in runs}
+    pair_medians = zip(medians("SIS", "timing_s/step"), medians("base", "timing_s/step"), strict=True)
+    return {
+        "steps_s": seconds,
+        "ratio_of_medians": pooled["SIS"] / pooled["base"],
+        "ratio_of_pairs": [sis / base for sis, base in pair_medians],
+        # Two policies that learn differently answer at different lengths, which is no cost of SIS.
+        "response_length": {name: medians(name, "response_length/mean") for name in runs},
+    }
 
 
 def environment() -> dict[str, Any]:

@@ -89,18 +89,11 @@ def test_bfloat16_has_a_mismatch_and_kappa_still_holds(train):
         assert abs(step["actor/sis/kappa"] - 1.0) <= 4.0 * step["actor/sis/kappa_se"] + 0.03
 
 
-def test_the_base_loss_alone_has_no_trace_of_sis(train):
-    steps = train()
-    assert len(steps) == 3
-    assert not any("sis/" in name or "mismatch/" in name for step in steps for name in step)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["+sis@_global_=grpo", "algorithm.rollout_correction.bypass_mode=True"], "bypass_mode=False"),
         (["+sis@_global_=grpo", "actor_rollout_ref.actor.policy_loss.sis.top_k=1000"], "larger than the vocabulary"),
-        (["+sis@_global_=grpo", "actor_rollout_ref.actor.policy_loss.sis.base_loss=gpg"], "does not depend on old_log"),
     ],
 )
 def test_refused_before_the_first_rollout(train, overrides, message):

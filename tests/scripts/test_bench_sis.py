@@ -12,15 +12,20 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory):
-    path = tmp_path_factory.mktemp("bench") / "new" / "sis.json"
-    sizes = ["--tokens=12", "--vocab=600", "--k=3", "--k=5", "--rounds=2", "--sequences=3", "--chunk=2"]
+def bench_sis():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
-        bench_sis = importlib.import_module("bench_sis")
+        module = importlib.import_module("bench_sis")
         # Here verl is on the CPU anyway, and a process of its own would import it once more.
-        patch.setattr(bench_sis, "in_cpu_process", lambda function, *arguments: function(*arguments))
-        finished = CliRunner().invoke(bench_sis.app, [*sizes, f"--json={path}"], catch_exceptions=False)
+        patch.setattr(module, "in_cpu_process", lambda function, *arguments: function(*arguments))
+        yield module
+
+
+@pytest.fixture(scope="module")
+def record(bench_sis, tmp_path_factory):
+    path = tmp_path_factory.mktemp("bench") / "new" / "sis.json"
+    sizes = ["--tokens=12", "--vocab=600", "--k=3", "--k=5", "--rounds=2", "--sequences=3", "--chunk=2"]
+    finished = CliRunner().invoke(bench_sis.app, [*sizes, f"--json={path}"], catch_exceptions=False)
     assert finished.exit_code == 0, finished.output
     assert "bytes between processes" in finished.output
     assert [file.name for file in path.parent.iterdir()] == [path.name], "no temporary file is left"
@@ -65,3 +70,24 @@ def test_sis_returns_no_bytes_per_token(record):
     assert moved["per_token"]["verl"] == moved["per_token"]["SIS"] > 4, "at least one log-prob per token"
     assert moved["straightforward_per_token"] == {"3": 36, "5": 60}
     assert 0 < moved["extra_per_update"] < 10_000
+
+
+def test_step_time_alternates_and_leaves_the_first_steps_out(bench_sis, tmp_path, monkeypatch):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        output = Path(next(word for word in command if word.startswith("--output=")).removeprefix("--output="))
+        output.mkdir(parents=True)
+        seconds = 4.0 if "--base" in command else 5.0
+        rows = [{"step": step, "timing_s/step": 99.0 if step < 5 else seconds} for step in range(1, 9)]
+        lines = [json.dumps({**row, "response_length/mean": 7.0}) + "\n" for row in rows]
+        (output / "metrics.jsonl").write_text("".join(lines))
+
+    monkeypatch.setattr(bench_sis.subprocess, "run", run)
+    found = bench_sis.measure_step_time(tmp_path, pairs=2)
+    assert ["--base" in command for command in commands] == [False, True, True, False]
+    assert found["ratio_of_medians"] == 1.25
+    assert found["ratio_of_pairs"] == [1.25, 1.25]
+    assert found["steps_s"]["base"] == [[4.0] * 4] * 2
+    assert found["response_length"] == {"SIS": [7.0, 7.0], "base": [7.0, 7.0]}

@@ -2,8 +2,8 @@
 
 Level 1 has one-digit numbers, level 2 a two-digit and a one-digit number, level 3 two two-digit numbers, level 4 three
 numbers. A solution is one chain in which each step adds tens or ones, and a two-digit number is taken in two steps, in
-either order, so that a good policy still has choices to make: ``47+38=?`` is solved by ``47+30=77+8=85`` and by
-``47+8=55+30=85``.
+either order, so that a good policy still has choices to make: ``27+18=?`` is solved by ``27+10=37+8=45`` and by
+``27+8=35+10=45``.
 """
 
 import random
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 LEVELS = (1, 2, 3, 4)
 
-MAX_PROMPT_CHARACTERS = len("47+38-5=?")
-MAX_SOLUTION_CHARACTERS = len("49+40=89+9=98+9=107")
+MAX_PROMPT_CHARACTERS = len("27+18-5=?")
+MAX_SOLUTION_CHARACTERS = len("29+20=49+9=58+9=67")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Problem:
 
     @property
     def question(self) -> str:
-        """What the user asks, e.g. ``47+38=?``."""
+        """What the user asks, e.g. ``27+18=?``."""
         return f"{self.numbers[0]}" + "".join(f"{number:+d}" for number in self.numbers[1:]) + "=?"
 
     @property
@@ -73,8 +73,8 @@ def draw(level: int, rng: random.Random) -> Problem:
         rng: Source of randomness.
     """
     while True:
-        first = rng.randint(0, 9) if level == 1 else rng.randint(10, 49)
-        sizes = {1: [(1, 9)], 2: [(1, 9)], 3: [(11, 49)], 4: [(11, 49), (1, 9)]}[level]
+        first = rng.randint(0, 9) if level == 1 else rng.randint(10, 29)
+        sizes = {1: [(1, 9)], 2: [(1, 9)], 3: [(11, 29)], 4: [(11, 29), (1, 9)]}[level]
         numbers = (first, *(rng.choice((1, -1)) * rng.randint(*size) for size in sizes))
         if all(sum(numbers[:end]) >= 0 for end in range(1, len(numbers) + 1)):
             return Problem(level, numbers)

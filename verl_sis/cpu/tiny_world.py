@@ -40,7 +40,7 @@ class TinyWorld:
     warm_start: WarmStart = field(default_factory=WarmStart)
     """The supervised loop."""
 
-    train_problems: tuple[int, ...] = (80, 312, 312, 312)
+    train_problems: tuple[int, ...] = (80, 240, 320, 320)
     """Training problems of each level. Level 1 has only 135 problems in all."""
 
     validation_problems: tuple[int, ...] = (48, 48, 48, 48)

@@ -25,7 +25,7 @@ class WarmStart:
     batch_size: int = 64
     """Problems per step, drawn afresh, equally from all levels."""
 
-    mistakes: float = 0.35
+    mistakes: float = 0.4
     """Probability that a step of the teacher's solution is wrong."""
 
     learning_rate: float = 3e-3

@@ -1,0 +1,23 @@
+"""After every weight update vLLM's policy is the trainer's: the repair without which it is silently another one."""
+
+
+def differences(steps):
+    """Largest |p_rollout - p_trainer| of each step's sampled tokens."""
+    return [step["training/rollout_probs_diff_max"] for step in steps]
+
+
+def test_rollout_and_trainer_agree_after_every_update(train):
+    steps = train("trainer.total_training_steps=4", "actor_rollout_ref.actor.optim.lr=1e-3")
+    assert len(steps) == 4
+    assert max(differences(steps)) < 1e-5
+    # The updates moved the policy, so agreement is not that of weights that stood still.
+    assert all(step["actor/grad_norm"] > 1e-3 for step in steps)
+    # This run did not choose SIS: no trace of it.
+    assert not any("sis/" in name or "mismatch/" in name for step in steps for name in step)
+
+
+def test_without_the_expert_repack_the_rollout_policy_is_silently_wrong(train):
+    steps = train("actor_rollout_ref.actor.optim.lr=1e-3", variables={"VERL_SIS_CPU_DISABLE": "V2"})
+    first, *later = differences(steps)
+    assert first < 1e-5, "nothing was reloaded yet"
+    assert min(later) > 1e-3
