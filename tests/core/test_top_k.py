@@ -11,7 +11,7 @@ from verl_sis.errors import SisShapeError
 from .steady import steady
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# K * 128 <= V takes the blocked path. 1000, 1283 and 2049 are not divisible by its 32 blocks.
+# Vocabularies above 512 take the tournament. 1283 and 2049 are not divisible by its 8 blocks.
 SHAPES = [(5, 7, 1), (5, 7, 7), (3, 128, 1), (4, 1000, 7), (4, 1000, 8), (3, 1283, 10), (2, 2049, 16), (2, 2048, 2048)]
 
 
@@ -53,7 +53,7 @@ def test_blocked_path_is_exact_under_ties(data, vocab_size, seed):
 
 @pytest.mark.parametrize("place", [0, 31, 32, 1279, 1280, 1282])
 def test_largest_logit_is_found_wherever_it_is(place):
-    # V = 1283 = 32 * 40 + 3: ids 1280 to 1282 lie past the last full block.
+    # V = 1283 = 8 * 160 + 3: ids 1280 to 1282 lie past the last full block.
     logits = torch.zeros(1, 1283)
     logits[0, place] = 1.0
     assert top_k_logits(logits, 3, chunk_tokens=1)[1][0, 0] == place
