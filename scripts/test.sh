@@ -20,7 +20,8 @@ bin=.venv/bin
 "$bin/ruff" format --check .
 "$bin/pyright" verl_sis
 
-"$bin/python" -m pytest -m "not e2e" "$@"
+# Two processes: most of the time goes into fresh processes that import verl.
+"$bin/python" -m pytest -m "not e2e" -n 2 "$@"
 if $e2e; then
     "$bin/python" -m pytest -m e2e "$@"
 fi

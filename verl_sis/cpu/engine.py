@@ -32,7 +32,9 @@ class CPUFSDPEngineWithLMHead(FSDPEngineWithLMHead):
             SisConfigError: If the strategy is not "fsdp2".
         """
         _require_fsdp2(engine_config)
-        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        # verl's registration decorator hides the signature of what it decorates from type checkers.
+        build: Any = super().__init__
+        build(model_config, engine_config, optimizer_config, checkpoint_config)
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device="cpu")
@@ -46,4 +48,6 @@ class CPUFSDPEngineWithValueHead(FSDPEngineWithValueHead):
             SisConfigError: If the strategy is not "fsdp2".
         """
         _require_fsdp2(engine_config)
-        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        # verl's registration decorator hides the signature of what it decorates from type checkers.
+        build: Any = super().__init__
+        build(model_config, engine_config, optimizer_config, checkpoint_config)

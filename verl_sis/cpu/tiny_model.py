@@ -78,7 +78,9 @@ def build_model(shape: ModelShape, tokenizer: Any, max_length: int, seed: int) -
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
+    # transformers writes the constructors of its configurations at run time, unseen by type checkers.
+    configuration: Any = Qwen3MoeConfig
+    config = configuration(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden_size,
         intermediate_size=2 * shape.hidden_size,

