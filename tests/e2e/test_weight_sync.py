@@ -9,7 +9,9 @@ def differences(steps):
 def test_rollout_and_trainer_agree_after_every_update(train):
     steps = train("trainer.total_training_steps=4", "actor_rollout_ref.actor.optim.lr=1e-3")
     assert len(steps) == 4
-    assert max(differences(steps)) < 1e-5
+    assert max(step["training/rollout_probs_diff_mean"] for step in steps) < 1e-6
+    # The largest of thousands of tokens: near-ties of two experts came to 1.4e-5 in long runs.
+    assert max(differences(steps)) < 1e-4
     # The updates moved the policy, so agreement is not that of weights that stood still.
     assert all(step["actor/grad_norm"] > 1e-3 for step in steps)
     # This run did not choose SIS: no trace of it.
@@ -18,6 +20,5 @@ def test_rollout_and_trainer_agree_after_every_update(train):
 
 def test_without_the_expert_repack_the_rollout_policy_is_silently_wrong(train):
     steps = train("actor_rollout_ref.actor.optim.lr=1e-3", variables={"VERL_SIS_CPU_DISABLE": "V2"})
-    first, *later = differences(steps)
-    assert first < 1e-5, "nothing was reloaded yet"
-    assert min(later) > 1e-3
+    # From the first step on: verl sends the trainer's weights before the first rollout, too.
+    assert min(differences(steps)) > 1e-2
