@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import verl  # noqa: F401  loads the plugin, on which the platform's class depends
+from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from tests.cpu.subprocesses import output_of, run_python
 from verl_sis.cpu import platform
+from verl_sis.cpu.cpu_platform import PlatformCPU
 from verl_sis.errors import SisConfigError, VerlContractError
 
 WHICH = """
@@ -31,33 +34,44 @@ def test_without_the_plugin_verl_says_so():
     assert "Unknown platform 'cpu'" in done.stderr
 
 
+def test_registered_whichever_module_is_imported_first():
+    code = """
+        from verl_sis.cpu import platform
+        platform.register()
+        from verl.plugin.platform import get_platform
+        from verl_sis.cpu.ledger import installed_patches
+        print(get_platform().device_name, "P1" in installed_patches())
+    """
+    assert output_of(code) == "cpu True"
+
+
 def test_registering_twice_is_registering_once():
     platform.register()
     platform.register()
-    assert platform.PlatformRegistry.get("cpu") is platform.PlatformCPU
+    assert PlatformRegistry.get("cpu") is PlatformCPU
 
 
 def test_a_platform_of_the_same_name_is_not_overwritten(monkeypatch):
-    class Foreign(platform.PlatformCPU):
+    class Foreign(PlatformCPU):
         pass
 
-    monkeypatch.setitem(platform.PlatformRegistry._platforms, "cpu", Foreign)
+    monkeypatch.setitem(PlatformRegistry._platforms, "cpu", Foreign)
     with pytest.raises(VerlContractError, match="Foreign"):
         platform.register()
 
 
 def test_never_chosen_by_probing():
-    assert not platform.PlatformCPU().is_platform_available(use_smi_check=True)
+    assert not PlatformCPU().is_platform_available(use_smi_check=True)
 
 
 def test_device_is_never_an_index():
-    cpu = platform.PlatformCPU()
+    cpu = PlatformCPU()
     assert torch.zeros(1).to(cpu.current_device()).device == torch.device("cpu")
     assert cpu.device_module.current_device() == "cpu"
 
 
 def test_device_module_has_what_verl_calls():
-    module = platform.PlatformCPU().device_module
+    module = PlatformCPU().device_module
     assert module.is_available() and module.device_count() == 1
     assert 0 < module.memory_allocated() <= module.max_memory_allocated() + 2**20
     available, total = module.mem_get_info()
@@ -66,7 +80,7 @@ def test_device_module_has_what_verl_calls():
 
 
 def test_device_module_restores_random_state():
-    module = platform.PlatformCPU().device_module
+    module = PlatformCPU().device_module
     module.manual_seed(3)
     state = module.get_rng_state()
     first = torch.rand(4)
@@ -75,7 +89,7 @@ def test_device_module_restores_random_state():
 
 
 def test_slots_are_pretended_accelerators():
-    cpu = platform.PlatformCPU()
+    cpu = PlatformCPU()
     assert cpu.ray_resource_name() == "GPU"
     assert cpu.ray_resource_options(2) == {"num_gpus": 2}
     assert cpu.communication_backend_name() == "gloo"
@@ -84,7 +98,7 @@ def test_slots_are_pretended_accelerators():
 
 def test_rollout_engine_gets_the_platform(monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    assert platform.PlatformCPU().rollout_env_vars()["VERL_PLATFORM"] == "cpu"
+    assert PlatformCPU().rollout_env_vars()["VERL_PLATFORM"] == "cpu"
 
 
 def test_engines_are_registered_for_policies_and_critics():

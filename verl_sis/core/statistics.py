@@ -204,10 +204,14 @@ def acceptance_statistics(
     pooled.sums["non_finite"] = float((mask & ~finite).sum())
     _add_extremes(pooled, "residual_mass", xi[used])
     pooled.maxima["envelope"] = float(envelope[used].max()) if bool(used.any()) else -np.inf
-    surplus = torch.where(used, z.double() - expected, 0.0).sum(dim=-1)
-    group = torch.remainder(sample_key, KAPPA_GROUPS).cpu()
-    pooled.kappa_groups = torch.zeros(KAPPA_GROUPS, dtype=torch.float64).index_add_(0, group, surplus.cpu()).numpy()
+    pooled.kappa_groups = _kappa_groups(torch.where(used, z.double() - expected, 0.0).sum(dim=-1), sample_key)
     return pooled
+
+
+def _kappa_groups(surplus: torch.Tensor, sample_key: torch.Tensor) -> np.ndarray:
+    """Sum ``z - (1 - xi) / M^`` of whole sequences, float64 ``[B]``, by group; equal sequences share a group."""
+    group = torch.remainder(sample_key, KAPPA_GROUPS).cpu()
+    return torch.zeros(KAPPA_GROUPS, dtype=torch.float64).index_add_(0, group, surplus.cpu()).numpy()
 
 
 @torch.no_grad()
