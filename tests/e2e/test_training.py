@@ -46,7 +46,7 @@ def test_sis_is_active_and_its_identities_hold(train, run):
         assert standard_errors_from_one(step) <= 4.0
         assert_acceptance_by_age(step)
         assert step["actor/sis/D_sis"] <= step["actor/sis/D"]
-        # fp32 rollout and trainer agree within 1e-5. Of 300,000 tokens a handful came to 1e-5 .. 4e-5; the missing expert
+        # fp32 rollout and trainer agree within 1e-5. Of 300,000 tokens a handful came to 1e-5 .. 4e-5; a missing expert
         # repack after a weight update shows 0.01 to 1 here.
         assert step["actor/mismatch/abs_log_ratio/p99"] < 1e-5
         assert step["actor/mismatch/abs_log_ratio/max"] < 1e-3
