@@ -2,6 +2,7 @@
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 app = typer.Typer(
@@ -23,7 +24,7 @@ def doctor() -> None:
     findings = examine()
     table = Table("check", "", "found", title="verl-sis doctor", show_lines=True)
     for finding in findings:
-        table.add_row(finding.check, "ok" if finding.ok else "FAULT", finding.detail)
+        table.add_row(finding.check, "ok" if finding.ok else "FAULT", escape(finding.detail))
     Console().print(table)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)

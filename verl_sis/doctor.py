@@ -5,7 +5,6 @@ not hide another.
 """
 
 import importlib.metadata
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ def versions() -> str:
             installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if name in _REQUIRED:
-                raise VerlContractError(f"{name} is not installed. Type: pip install verl-sis") from None
+                raise VerlContractError(f"{name} is not installed. Type: pip install {name}") from None
     verl_compat.check_version()
     found = ", ".join(f"{name} {version}" for name, version in installed.items())
     return f"verl_sis {__version__}, Python {sys.version.split()[0]}, {found}"
@@ -60,7 +59,7 @@ def entry_point() -> str:
     if values != ["verl_sis.register"]:
         raise VerlContractError(
             f"expected the entry point verl.plugins: {verl_compat.PLUGIN_NAME} = verl_sis.register, found {values}. "
-            "Type: pip install --force-reinstall --no-deps verl-sis"
+            "Reinstall verl_sis: in its checkout, type: pip install --force-reinstall --no-deps ."
         )
     verl_compat.check_plugin_policy()
     return "verl.plugins: verl_sis = verl_sis.register, not excluded by VERL_USE_EXTERNAL_PLUGINS"
@@ -102,20 +101,42 @@ def engine_support() -> str:
 
     from verl_sis.config import SUPPORTED_STRATEGIES
 
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-        import verl_sis.cpu.engine  # noqa: F401  (registers the CPU engines)
     device = get_device_name()
+    if device == "cuda" and not torch.cuda.is_available():
+        # verl's default where it finds nothing; a run would fail in its first worker.
+        raise SisConfigError(
+            "verl would use CUDA, but torch sees no CUDA device. On a machine without an accelerator type: "
+            "VERL_PLATFORM=cpu verl-sis doctor"
+        )
     found = {}
     for strategy in SUPPORTED_STRATEGIES:
         try:
             found[strategy] = EngineRegistry.get_engine_cls("language_model", strategy).__qualname__
-        except (AssertionError, KeyError) as error:
-            raise SisConfigError(
-                f"verl has no {strategy} engine for device {device!r} ({error}). On a machine without an accelerator "
-                "type: VERL_PLATFORM=cpu verl-sis doctor"
-            ) from error
+        except (AssertionError, ValueError) as error:
+            raise SisConfigError(f"verl has no {strategy} engine for device {device!r} ({error})") from error
     engines = ", ".join(f"{strategy}: {name}" for strategy, name in found.items())
     return f"device {device}; {engines}; other engines are refused"
+
+
+def cpu_port() -> str:
+    """The repairs of verl and vLLM that a run on a CPU needs, each with its reason in the ledger.
+
+    Raises:
+        SisConfigError: If one is switched off, which only tests may do.
+    """
+    import verl  # noqa: F401  (loads the plugin, which arms verl's patches)
+
+    from verl_sis.cpu.ledger import DISABLE_VARIABLE, disabled_patches, is_cpu_platform
+    from verl_sis.cpu.patches import LEDGER
+
+    if not is_cpu_platform():
+        return "off; on a machine without an accelerator set VERL_PLATFORM=cpu"
+    if disabled_patches():
+        raise SisConfigError(
+            f"{DISABLE_VARIABLE} leaves out {sorted(disabled_patches())}: without them a CPU run fails or trains on a "
+            f"wrong rollout policy. Type: unset {DISABLE_VARIABLE}"
+        )
+    return f"on, with the repairs {', '.join(patch.id for patch in LEDGER)}; their ledger stands in verl_sis/cpu"
 
 
 def self_test() -> str:
@@ -161,6 +182,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "policy loss": registered_loss,
     "contract with verl": contract,
     "engines": engine_support,
+    "CPU port": cpu_port,
     "self-test": self_test,
 }
 

@@ -9,7 +9,6 @@ verl reports a plugin that fails to load at DEBUG level only, so the failure is 
 
 import importlib
 import logging
-import os
 from collections.abc import Iterator
 from importlib.resources import files
 from types import ModuleType
@@ -20,6 +19,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from verl_sis import __version__, verl_compat
+from verl_sis.cpu.ledger import is_cpu_platform
 from verl_sis.errors import SisConfigError
 
 logger = logging.getLogger("verl_sis")
@@ -60,7 +60,7 @@ def register() -> None:
     for group in GROUPS:
         _store_group(group)
     wrapt.when_imported("verl.trainer.ppo.core_algos")(_register_policy_loss)
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+    if is_cpu_platform():
         from verl_sis.cpu import patches, platform
 
         platform.register()

@@ -19,6 +19,30 @@ def test_ready_in_this_environment():
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ready: add +sis@_global_=grpo" in result.stdout
     assert result.stdout.count(" ok ") == len(doctor.CHECKS)
+    assert "|E[z] - (1 - xi)" in result.stdout, "text in brackets is no markup"
+
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("variables", "remedy"),
+    [
+        pytest.param({"VERL_PLATFORM": ""}, "VERL_PLATFORM=cpu", marks=NO_CUDA),
+        ({"VERL_SIS_CPU_DISABLE": "V2"}, "unset VERL_SIS_CPU_DISABLE"),
+    ],
+)
+def test_a_fault_of_the_environment_is_named_with_its_remedy(variables, remedy):
+    result = subprocess.run(
+        [sys.executable, "-m", "verl_sis", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, **variables, "COLUMNS": "300"},
+    )
+    assert result.returncode == 1, result.stdout
+    assert remedy in result.stdout
 
 
 def test_an_excluded_plugin_is_a_fault_with_a_remedy():

@@ -49,7 +49,7 @@ def test_sis_is_active_and_its_identities_hold(train, run):
         # fp32 rollout and trainer agree within 1e-5. Of 300,000 tokens a handful came to 1e-5 .. 4e-5; a missing expert
         # repack after a weight update shows 0.01 to 1 here.
         assert step["actor/mismatch/abs_log_ratio/p99"] < 1e-5
-        assert step["actor/mismatch/abs_log_ratio/max"] < 1e-3
+        assert step["actor/mismatch/abs_log_ratio/max"] < 1e-4
         assert step["actor/mismatch/tokens"] == step["actor/sis/tokens"]
         assert math.isfinite(step["actor/grad_norm"])
 
