@@ -1,21 +1,20 @@
 """``verl-sis doctor`` says "ready", or names the fault, its remedy, and exits with 1."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.subprocesses import run_python
 from verl_sis import __main__, doctor
 from verl_sis.errors import SisError
 
 
+def run_doctor(**variables):
+    return run_python(["verl_sis", "doctor"], COLUMNS="300", **variables)
+
+
 def test_ready_in_this_environment():
-    result = subprocess.run(
-        [sys.executable, "-m", "verl_sis", "doctor"], capture_output=True, text=True, timeout=300, check=False
-    )
+    result = run_doctor()
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ready: add +sis@_global_=grpo" in result.stdout
     assert result.stdout.count(" ok ") == len(doctor.CHECKS)
@@ -33,27 +32,13 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA 
     ],
 )
 def test_a_fault_of_the_environment_is_named_with_its_remedy(variables, remedy):
-    result = subprocess.run(
-        [sys.executable, "-m", "verl_sis", "doctor"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, **variables, "COLUMNS": "300"},
-    )
+    result = run_doctor(**variables)
     assert result.returncode == 1, result.stdout
     assert remedy in result.stdout
 
 
 def test_an_excluded_plugin_is_a_fault_with_a_remedy():
-    result = subprocess.run(
-        [sys.executable, "-m", "verl_sis", "doctor"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "other", "VERL_PLATFORM": "", "COLUMNS": "300"},
-    )
+    result = run_doctor(VERL_USE_EXTERNAL_PLUGINS="other", VERL_PLATFORM="")
     assert result.returncode == 1
     assert "VERL_USE_EXTERNAL_PLUGINS=verl_sis" in result.stdout
     assert "ready" not in result.stdout

@@ -1,40 +1,30 @@
 """How loading and not loading show in a fresh process."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests.subprocesses import run_python
 
-def run(code_or_args, **environment):
-    command = [sys.executable, *(code_or_args if isinstance(code_or_args, list) else ["-c", code_or_args])]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **environment}
-    )
-
-
-MAIN = ["-m", "verl.trainer.main_ppo", "--cfg", "job"]
+MAIN = ["verl.trainer.main_ppo", "--cfg", "job"]
 
 
 @pytest.mark.parametrize("policy", ["none", "verl-sis"])
 def test_without_the_plugin_the_flag_stops_the_run(policy):
     # The CPU platform comes with the plugin too.
-    result = run([*MAIN, "+sis@_global_=grpo"], VERL_USE_EXTERNAL_PLUGINS=policy, VERL_PLATFORM="")
+    result = run_python([*MAIN, "+sis@_global_=grpo"], VERL_USE_EXTERNAL_PLUGINS=policy, VERL_PLATFORM="")
     assert result.returncode != 0
     assert "sis" in result.stderr
     assert "Could not find 'sis/grpo'" in result.stderr or "config group 'sis' does not exist" in result.stderr
 
 
 def test_a_typo_in_the_preset_lists_the_presets():
-    result = run([*MAIN, "+sis@_global_=gprs"])
+    result = run_python([*MAIN, "+sis@_global_=gprs"])
     assert result.returncode != 0
     for name in ("cispo", "dapo", "grpo", "gspo"):
         assert name in result.stderr
 
 
 def test_a_plugin_that_cannot_load_says_so_at_error_level():
-    result = run(
+    result = run_python(
         "from packaging.specifiers import SpecifierSet\n"
         "from verl_sis.verl_compat import checks\n"
         "checks.SUPPORTED_VERL = SpecifierSet('>=7')\n"
@@ -48,7 +38,7 @@ def test_a_plugin_that_cannot_load_says_so_at_error_level():
 
 
 def test_loading_does_not_import_workers_or_losses():
-    result = run(
+    result = run_python(
         "import sys, verl\n"
         "assert 'verl_sis.register' in sys.modules\n"
         "print([name for name in ('verl.workers.engine_workers', 'verl.trainer.ppo.core_algos', 'vllm')"
@@ -58,7 +48,7 @@ def test_loading_does_not_import_workers_or_losses():
 
 
 def test_the_loss_is_registered_once_verl_imports_its_registry():
-    result = run(
+    result = run_python(
         "import verl\nfrom verl.trainer.ppo.core_algos import get_policy_loss_fn\n"
         "print(get_policy_loss_fn('sis').__module__)"
     )
@@ -66,6 +56,6 @@ def test_the_loss_is_registered_once_verl_imports_its_registry():
 
 
 def test_activation_in_a_process_that_excludes_the_plugin_fails():
-    result = run("import verl_sis.integration.activate", VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM="")
+    result = run_python("import verl_sis.integration.activate", VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM="")
     assert result.returncode != 0
     assert "SisConfigError: VERL_USE_EXTERNAL_PLUGINS='none' keeps verl from loading 'verl_sis'" in result.stderr

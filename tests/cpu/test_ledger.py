@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.cpu.subprocesses import output_of
+from tests.subprocesses import output_of
 from verl_sis.cpu import ledger
 from verl_sis.cpu.ledger import Patch, disabled_patches, install_all, replace_on_import
 from verl_sis.cpu.patches import LEDGER

@@ -5,7 +5,7 @@ import torch
 import verl  # noqa: F401  loads the plugin, on which the platform's class depends
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from tests.cpu.subprocesses import output_of, run_python
+from tests.subprocesses import output_of, run_python
 from verl_sis.cpu import platform
 from verl_sis.cpu.cpu_platform import PlatformCPU
 from verl_sis.errors import SisConfigError, VerlContractError

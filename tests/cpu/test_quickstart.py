@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.cpu.subprocesses import output_of
+from tests.subprocesses import output_of
 from verl_sis.cpu import launch, quickstart
 
 COMPOSE = """

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+import tests.subprocesses  # noqa: F401  (tells the server what to have at hand)
 from tests.worker import harness, recorder, ulysses_on_cpu
 
 WORLD_SIZE = 2
@@ -30,7 +31,7 @@ def run_on_ranks(folder: Path, layouts: dict[str, Layout], rollout: harness.Roll
         _rank_main,
         args=(harness.free_port(), folder, layouts, rollout),
         nprocs=WORLD_SIZE,
-        start_method="spawn",
+        start_method="forkserver",
     )
     results = [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(WORLD_SIZE)]
     return {name: [result[name] for result in results] for name in layouts}
