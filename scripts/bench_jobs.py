@@ -14,6 +14,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.torch_functional import logprobs_from_logits
 
 from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisRunFacts
+from verl_sis.core import envelope
 from verl_sis.integration.passes import OldPass, UpdatePass
 from verl_sis.integration.policy_loss import sis_policy_loss
 from verl_sis.integration.store import SAMPLE_KEY, TopKStore, sample_keys
@@ -125,6 +126,11 @@ class SisJobs:
         """The update where verl's log-probs are float32-accurate, as they are under flash-attention."""
         with mock.patch("verl_sis.verl_compat.log_probs_keep_float32", lambda *_: True):
             return self.update_pass()
+
+    @torch.no_grad()
+    def log_normalizer(self) -> torch.Tensor:
+        """The part of the update that verl's bfloat16 log-probs cost: a float32 log-sum-exp over the vocabulary."""
+        return envelope.log_normalizer(self._batch.logits, chunk_tokens=self._batch.shape.chunk)
 
 
 class StraightforwardJobs:

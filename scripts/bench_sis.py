@@ -1,6 +1,6 @@
 """What SIS costs: extra time and memory beside verl's own work on the same logits, and bytes between processes.
 
-    python scripts/bench_sis.py [--tokens 256] [--vocab 151936] [--k 10 --k 50 --k 100] [--json FILE] [--step-time]
+    python scripts/bench_sis.py [--tokens 1024] [--vocab 151936] [--k 10 --k 50 --k 100] [--json FILE] [--step-time]
 
 All times of one ratio are taken in one process, in turn, round after round; the table shows the ratio of the minima and
 of the medians. What is timed stands in ``bench_jobs.py``. Where other work shares the cores, set OMP_NUM_THREADS=1: a
@@ -54,6 +54,7 @@ def jobs_of(batch: MicroBatch, ks: list[int]) -> tuple[dict[str, Job], dict[tupl
         extra["update pass", "SIS", k] = sis.update_pass
         if batch.logits.dtype != torch.float32:
             extra["update pass", "SIS, float32 log-probs given", k] = sis.update_pass_given_float32
+            extra["update pass", "its float32 log-sum-exp alone", k] = sis.log_normalizer
         extra["update pass", "straightforward", k] = straightforward.update_pass
     return base, extra
 
@@ -235,7 +236,7 @@ def write_json(record: dict[str, Any], path: Path) -> None:
 
 
 def main(
-    tokens: Annotated[int, typer.Option(min=8, help="Packed tokens of the micro-batch.")] = 256,
+    tokens: Annotated[int, typer.Option(min=8, help="Packed tokens of the micro-batch.")] = 1024,
     vocab: Annotated[int, typer.Option(min=8, help="Vocabulary size V.")] = 151_936,
     k: Annotated[list[int], typer.Option(help="K; repeat for several.")] = [10, 50, 100],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of timing.")] = 9,

@@ -1,10 +1,12 @@
 """A run ends with all its descendants, however it ends."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 
 import psutil
 import pytest
@@ -69,6 +71,35 @@ def test_an_error_of_the_caller_ends_the_run_too(tmp_path):
     code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
     with pytest.raises(RuntimeError, match="disk full"):
         run_command(python(code, marker), on_poll=fail_once_started)
+    assert not is_running(int(marker.read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_this_process_ends_the_run_too(tmp_path, number):
+    runner = """
+        import signal, sys
+        from verl_sis.cpu.launch import run_command
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's background jobs have it
+        run_command(sys.argv[1:])
+    """
+    # It must see the interrupt: a child that inherited an ignored SIGINT could only be killed, after the grace time.
+    child = """
+        import os, sys, time
+        from pathlib import Path
+        try:
+            Path(sys.argv[1]).write_text(str(os.getpid()))
+            time.sleep(600)
+        except KeyboardInterrupt:
+            Path(sys.argv[2]).touch()
+    """
+    marker, interrupted = tmp_path / "pid", tmp_path / "interrupted"
+    run = subprocess.Popen(python(dedent(runner), *python(dedent(child), marker, interrupted)))
+    deadline = time.monotonic() + 60
+    while not (marker.exists() and marker.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run.send_signal(number)
+    assert run.wait(60) != 0
+    assert interrupted.exists()
     assert not is_running(int(marker.read_text()))
 
 

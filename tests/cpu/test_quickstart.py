@@ -55,6 +55,7 @@ def test_a_users_override_comes_last_and_results_are_written(fake_run, tmp_path)
     assert code == 0
     assert overrides[-1] == "trainer.total_training_steps=2"
     assert "+sis@_global_=grpo" in overrides
+    assert "'trainer.logger=[console,file]'" in text, "text in brackets is no markup"
     assert "step 1  reward 0.500" in text
     assert {"metrics.jsonl", "curves.png"} <= {path.name for path in (tmp_path / "quickstart").iterdir()}
 

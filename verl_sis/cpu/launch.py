@@ -3,8 +3,9 @@
     python -m verl_sis.cpu.launch [--log FILE] [--timeout SECONDS] OVERRIDE ...
 
 starts ``python -m verl.trainer.main_ppo OVERRIDE ...`` in the environment of a CPU run, with a Ray directory of its
-own. When verl ends, by itself, by an error or by the time limit, every process that descends from it is ended by its
-id: Ray's daemons and vLLM's engines are adopted by this process when their parents die, so none can hide.
+own. When verl ends, by itself, by an error, by the time limit or because this process is told to end, every process
+that descends from it is ended by its id: Ray's daemons and vLLM's engines are adopted by this process when their
+parents die, so none can hide.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -84,7 +86,7 @@ def run_command(
     on_poll: Callable[[], None] = lambda: None,
 ) -> RunResult:
     """Run any command as `run_verl` runs verl; the arguments have the same meaning."""
-    with _ray_directory() as ray_directory, _output(log) as output:
+    with _signals_interrupt(), _ray_directory() as ray_directory, _output(log) as output:
         environment = {**cpu_environment(dict(os.environ)), **(variables or {}), "RAY_TMPDIR": ray_directory}
         _adopt_orphans()
         started = time.monotonic()
@@ -95,6 +97,24 @@ def run_command(
         finally:
             leftovers = _end_descendants(child, ray_directory)
     return RunResult(child.returncode, timed_out, time.monotonic() - started, peak, leftovers)
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Let SIGTERM end the run in order as Ctrl-C does; and Ctrl-C too, which a shell's background jobs ignore."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -26,15 +26,16 @@ OVERRIDES = (
     "+cpu@_global_=tiny",
     "trainer.total_training_steps=30",
     "trainer.val_before_train=true",
-    "trainer.test_freq=10",
+    "trainer.test_freq=30",
     "trainer.logger=[console,file]",
-    # 32 prompts x 8 samples per rollout, and N = 4 mini-batch updates on each.
+    # 32 prompts x 4 samples per rollout, and N = 4 mini-batch updates on each.
     "data.train_batch_size=32",
-    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
     "actor_rollout_ref.actor.optim.lr=2e-4",
-    # Validation samples as training does: the held-out reward is that of the same policy.
+    # Validation samples as training does, twice a problem: the held-out reward is that of the same policy.
+    "actor_rollout_ref.rollout.val_kwargs.n=2",
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
 )
@@ -79,7 +80,9 @@ def run(output: Path, overrides: list[str], base: bool, console: Console) -> int
         *overrides,
     ]
     console.print(f"tiny world: {world}\nlog: {log}\nverl starts in about a minute:", soft_wrap=True)
-    console.print("  python -m verl.trainer.main_ppo " + shlex.join(chosen), soft_wrap=True, highlight=False)
+    console.print(
+        "  python -m verl.trainer.main_ppo " + shlex.join(chosen), soft_wrap=True, highlight=False, markup=False
+    )
     variables = {"VERL_SIS_TINY_WORLD": str(world), "VERL_FILE_LOGGER_PATH": str(raw)}
     result = run_verl(chosen, log=log, variables=variables, on_poll=_Progress(raw, console))
     _report(output, raw, result, console)
