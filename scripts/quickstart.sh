@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a training run with SIS on this machine's CPU: about 15 minutes the first time, 7 to 8 afterwards.
+# From nothing to a training run with SIS on this machine's CPU: about 13 minutes the first time, 5 to 6 afterwards.
 #
 #   bash scripts/quickstart.sh [--base] [--output DIR] [HYDRA OVERRIDE ...]
 #

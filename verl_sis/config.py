@@ -144,6 +144,9 @@ class SisConfig(BaseConfig):
         behavior (str): Whose top-K: ``old``, the trainer's recomputed old policy (the paper).
         seed (int): Seed of the acceptance uniforms.
         chunk_tokens (int): Tokens whose logits are worked on at a time; bounds the extra memory.
+        normalizer_share (float): Share of the tokens whose residual mass and envelope are reported where verl's
+            log-probs are bfloat16 (bfloat16 logits without flash-attention), so that these two need a float32
+            log-sum-exp of their own. Acceptance, its expected rate and kappa do without. Elsewhere all are reported.
         run (SisRunFacts): Facts of the run, filled by the presets.
     """
 
@@ -154,6 +157,7 @@ class SisConfig(BaseConfig):
     behavior: str = "old"
     seed: int = 0
     chunk_tokens: int = 256
+    normalizer_share: float = 0.125
     run: SisRunFacts = field(default_factory=SisRunFacts)
 
     def __post_init__(self) -> None:
@@ -169,6 +173,10 @@ class SisConfig(BaseConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SisConfigError(f"policy_loss.sis.{name} must be an integer of at least 1, got {value!r}")
+        if not isinstance(self.normalizer_share, int | float) or not 0.0 < self.normalizer_share <= 1.0:
+            raise SisConfigError(
+                f"policy_loss.sis.normalizer_share must be a number in (0, 1], got {self.normalizer_share!r}"
+            )
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
             raise SisConfigError(f"policy_loss.sis.seed must be an integer in [0, 2^63), got {self.seed!r}")
 

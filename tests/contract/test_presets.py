@@ -55,7 +55,14 @@ def test_presets_write_out_the_defaults_of_the_dataclasses():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("top_k", 50), ("seed", 7), ("estimator", "expected"), ("outside_top_k", "envelope"), ("chunk_tokens", 32)],
+    [
+        ("top_k", 50),
+        ("seed", 7),
+        ("estimator", "expected"),
+        ("outside_top_k", "envelope"),
+        ("chunk_tokens", 32),
+        ("normalizer_share", 0.5),
+    ],
 )
 def test_every_value_can_be_overridden(key, value):
     prefix = "actor_rollout_ref.actor.policy_loss.sis"

@@ -49,6 +49,8 @@ REFUSED = {
     "behavior": ([f"{SIS}.behavior=rollout"], "behavior must be one of old, got 'rollout'"),
     "K of zero": ([f"{SIS}.top_k=0"], "top_k must be an integer of at least 1, got 0"),
     "K of half": ([f"{SIS}.top_k=1.5"], "top_k must be an integer of at least 1, got 1.5"),
+    "share 0": ([f"{SIS}.normalizer_share=0"], r"normalizer_share must be a number in \(0, 1\], got 0"),
+    "share above 1": ([f"{SIS}.normalizer_share=1.5"], r"normalizer_share must be a number in \(0, 1\], got 1.5"),
     "chunk": ([f"{SIS}.chunk_tokens=-1"], "chunk_tokens must be an integer of at least 1"),
     "seed": ([f"{SIS}.seed=a"], r"seed must be an integer in \[0, 2\^63\), got 'a'"),
 }

@@ -23,6 +23,8 @@ def random_acceptance(rows: int, width: int, seed: int) -> Columns:
         "accepted": uniform() < 0.8,
         "contains_sampled": uniform() < 0.9,
         "log_ratio": log_ratio,
+        "log_expected": -uniform(),
+        "normalized": uniform() < 0.6,
         "log_envelope": log_ratio.clamp(min=0) + uniform(),
         "residual_mass": uniform().pow(4),
         "stored_gap": uniform() * 1e-3,

@@ -82,6 +82,8 @@ def test_filtered_entries_never_enter_the_envelope(filtered):
     assert float(current.residual_mass) == pytest.approx(0.5, abs=1e-6)
     a = acceptance_log_prob(terms.sampled_logit - top_k.sampled_log_prob, terms.log_envelope, top_k.contains_sampled)
     assert float(a.exp()) == pytest.approx(0.5, rel=1e-6)
+    # E[z] = pi_old(0) a(0) + pi_old(1) a(1) = 1/2 * 1/2 + 1/4 * 1 = (1 - xi) / M^.
+    assert float(terms.log_expected_acceptance.exp()) == pytest.approx(0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("filtered", [-INF, -1e30, -3.4e38])

@@ -51,6 +51,18 @@ def test_special_rows_do_not_touch_their_neighbours(chunk):
     torch.testing.assert_close(found[1::2], ordinary.expand(len(SPECIAL_ROWS)), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chosen_rows_equal_those_of_the_whole(chunk, dtype):
+    # Among them rows that take the long way, and one row twice.
+    ordinary = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    logits = torch.cat([torch.tensor(list(SPECIAL_ROWS.values())), ordinary]).to(dtype)
+    rows = torch.tensor([12, 6, 0, 12, 8, 14])
+    whole = log_normalizer(logits, chunk_tokens=100)
+    assert torch.equal(log_normalizer(logits, rows, chunk_tokens=chunk), whole[rows])
+    assert log_normalizer(logits, rows[:0], chunk_tokens=chunk).shape == (0,)
+
+
 @pytest.mark.parametrize("offset", [-200.0, -46.0, 40.0, 80.0, 200.0])
 def test_a_common_offset_of_all_logits_passes_through(offset):
     # Logits are defined up to a constant, and some models learn a large one.

@@ -16,7 +16,7 @@ BIN = HISTOGRAM_EDGES[1] / HISTOGRAM_EDGES[0]
 
 
 def acceptance_columns(**columns):
-    """Two responses of three tokens; the last token of the second bears no loss.
+    """Two responses of three tokens; the last of the second bears no loss, the first of the first is not normalised.
 
     row 0: w = 1/2, 2, 1    z = 0, 1, 1    M^ = 1, 2, 2    xi = 0, 0.1, 0.2    y in V_K: yes, yes, yes
     row 1: w = 4, 1/4       z = 0, 1       M^ = 4, 1       xi = 0.4, 0         y in V_K: no, yes
@@ -26,6 +26,8 @@ def acceptance_columns(**columns):
         "accepted": torch.tensor([[False, True, True], [False, True, True]]),
         "contains_sampled": torch.tensor([[True] * 3, [False, True, True]]),
         "log_ratio": torch.tensor([[-LOG2, LOG2, 0.0], [2 * LOG2, -2 * LOG2, 50.0]]),
+        "log_expected": torch.tensor([[1.0, 0.45, 0.4], [0.15, 1.0, 0.01]]).log(),
+        "normalized": torch.tensor([[False, True, True], [True] * 3]),
         "log_envelope": torch.tensor([[1.0, 2.0, 2.0], [4.0, 1.0, 9.0]]).log(),
         "residual_mass": torch.tensor([[0.0, 0.1, 0.2], [0.4, 0.0, 0.9]]),
         "stored_gap": torch.zeros(2, 3),
@@ -50,7 +52,7 @@ def test_every_acceptance_metric_of_five_tokens():
     # w~ = 0.5, 1, 1, 4, 1: sum 7.5, squares 0.25 + 1 + 1 + 16 + 1 = 19.25.
     metrics = sis_metrics(pool(acceptance_columns()))
     p95 = metrics.pop("sis/residual_mass/p95")
-    assert 0.4 <= p95 <= 0.4 * BIN * (1 + 1e-6)  # ceil(0.95 * 5) = 5th of 0, 0, 0.1, 0.2, 0.4
+    assert 0.4 <= p95 <= 0.4 * BIN * (1 + 1e-6)  # ceil(0.95 * 4) = 4th of 0, 0.1, 0.2, 0.4
     assert metrics == pytest.approx(
         {
             "sis/active": 1.0,
@@ -61,9 +63,10 @@ def test_every_acceptance_metric_of_five_tokens():
             "sis/kappa": 1.0,
             "sis/kappa_se": math.sqrt(2) * 0.15 / 3,
             "sis/in_topk_rate": 4 / 5,
-            "sis/residual_mass/mean": 0.7 / 5,
+            "sis/residual_mass/tokens": 4.0,
+            "sis/residual_mass/mean": 0.7 / 4,
             "sis/residual_mass/max": 0.4,
-            "sis/envelope/mean": 10 / 5,
+            "sis/envelope/mean": 9 / 4,
             "sis/envelope/max": 4.0,
             "sis/log_ratio_abs": 6 * LOG2 / 5,
             "sis/D": 6 * LOG2 / 2,  # (1 + 1 + 0) + (2 + 2), over two responses
@@ -114,6 +117,7 @@ def test_no_token_gives_zero_counts_and_undefined_rates():
         "sis/active": 1.0,
         "sis/tokens": 0.0,
         "sis/non_finite": 0.0,
+        "sis/residual_mass/tokens": 0.0,
         "mismatch/tokens": 0.0,
         "mismatch/non_finite": 0.0,
     }

@@ -61,6 +61,7 @@ def test_mean_acceptance_is_one_minus_residual_over_envelope(k, drift, seed):
     mean_z = float((pi_old * tested.acceptance).sum())
     predicted = (1.0 - tested.envelope.residual_mass[0].double()) / tested.envelope.log_envelope[0].double().exp()
     assert mean_z == pytest.approx(float(predicted), abs=TOLERANCE)
+    assert mean_z == pytest.approx(float(tested.terms.log_expected_acceptance[0].exp()), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(("drift", "seed"), [(0.1, 0), (1.0, 1)])

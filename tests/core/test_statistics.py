@@ -16,7 +16,16 @@ from .batches import assert_same, pool, random_acceptance, random_mismatch, rows
 from .steady import steady
 
 INF, NAN = math.inf, math.nan
-COUNTS = ("tokens", "responses", "accepted", "in_top_k", "non_finite", "mismatch_tokens", "mismatch_non_finite")
+COUNTS = (
+    "tokens",
+    "normalized_tokens",
+    "responses",
+    "accepted",
+    "in_top_k",
+    "non_finite",
+    "mismatch_tokens",
+    "mismatch_non_finite",
+)
 
 
 def looped_acceptance(columns) -> dict[str, float]:
@@ -27,14 +36,16 @@ def looped_acceptance(columns) -> dict[str, float]:
         sums["responses"] += any(mask)
         for t in (t for t, bears_loss in enumerate(mask) if bears_loss):
             log_w, log_m, xi = (lists[name][row][t] for name in ("log_ratio", "log_envelope", "residual_mass"))
+            known = lists["normalized"][row][t]
             z, w = lists["accepted"][row][t], math.exp(log_w)
             terms = {
                 "tokens": 1,
                 "accepted": z,
                 "in_top_k": lists["contains_sampled"][row][t],
-                "accept_expected": (1 - xi) / math.exp(log_m),
-                "residual_mass": xi,
-                "envelope": math.exp(log_m),
+                "accept_expected": math.exp(lists["log_expected"][row][t]),
+                "normalized_tokens": known,
+                "residual_mass": xi if known else 0,
+                "envelope": math.exp(log_m) if known else 0,
                 "log_ratio_abs": abs(log_w),
                 "log_ratio_abs_rejected": 0 if z else abs(log_w),
                 "stored_gap": lists["stored_gap"][row][t],
@@ -80,9 +91,7 @@ def test_groups_of_kappa_hold_the_surplus_of_their_sequences():
     columns = random_acceptance(5, 7, 0)
     # Keys 1 and 65 share group 1; -1 is group 63 (a remainder, not a negative index).
     columns["sample_key"] = torch.tensor([1, 65, -1, 0, 64 * 10**9])
-    surplus = (
-        columns["accepted"].double() - (1 - columns["residual_mass"].double()) / columns["log_envelope"].double().exp()
-    )
+    surplus = columns["accepted"].double() - columns["log_expected"].double().exp()
     per_row = torch.where(columns["mask"], surplus, 0.0).sum(dim=-1)
     expected = np.zeros(KAPPA_GROUPS)
     expected[1], expected[63], expected[0] = per_row[0] + per_row[1], per_row[2], per_row[3] + per_row[4]
@@ -122,10 +131,10 @@ def test_masked_tokens_never_matter(broken):
 
 
 @pytest.mark.parametrize("broken", [NAN, INF, -INF])
-@pytest.mark.parametrize("column", ["log_ratio", "log_envelope", "residual_mass"])
+@pytest.mark.parametrize("column", ["log_ratio", "log_expected", "log_envelope", "residual_mass"])
 def test_a_non_finite_token_is_counted_and_left_out(column, broken):
     columns = random_acceptance(3, 4, 2)
-    columns["mask"] = torch.ones(3, 4, dtype=torch.bool)
+    columns["mask"], columns["normalized"] = torch.ones(2, 3, 4, dtype=torch.bool)
     without = {**columns, "mask": columns["mask"].clone()}
     without["mask"][1, 2] = False
     columns[column] = columns[column].clone()
@@ -135,6 +144,20 @@ def test_a_non_finite_token_is_counted_and_left_out(column, broken):
     expected.sums["non_finite"] = 1.0
     assert_same(pooled, expected, rounding=0.0)
     assert all(math.isfinite(value) for value in sis_metrics(pooled).values())
+
+
+@pytest.mark.parametrize("broken", [NAN, INF, -INF])
+def test_a_token_of_unknown_normaliser_counts_but_in_what_needs_it(broken):
+    columns = random_acceptance(4, 6, 3)
+    clean = pool(columns)
+    for name in ("log_envelope", "residual_mass"):
+        columns[name] = torch.where(columns["normalized"], columns[name], broken)
+    assert_same(pool(columns), clean, rounding=0.0)
+    assert 0 < clean.sums["normalized_tokens"] < clean.sums["tokens"]
+    metrics, known = sis_metrics(clean), columns["mask"] & columns["normalized"]
+    assert metrics["sis/residual_mass/mean"] == pytest.approx(columns["residual_mass"][known].double().mean().item())
+    assert metrics["sis/envelope/mean"] == pytest.approx(columns["log_envelope"][known].double().exp().mean().item())
+    assert metrics["sis/residual_mass/tokens"] == known.sum()
 
 
 @pytest.mark.parametrize("broken", [NAN, INF, -INF, -3.4e38])

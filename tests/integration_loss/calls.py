@@ -81,6 +81,8 @@ def micro_batch(base: str, log_acceptance: torch.Tensor, **columns: Any) -> Micr
         "acceptance_log_prob": log_acceptance,
         "uniforms": zeros + 0.5,
         "contains_sampled": log_acceptance > NEVER,
+        "log_expected": zeros - 1.0,
+        "normalized": torch.ones_like(zeros, dtype=torch.bool),
         "log_envelope": zeros + 1.0,
         "residual_mass": zeros,
         "stored_log_prob": zeros,

@@ -24,8 +24,8 @@ def record(worker: Any) -> Decisions:
     update_pass = worker._update_pass
     test = update_pass._test
 
-    def recording_test(layout, top_k, model_output, data):
-        micro_batch = test(layout, top_k, model_output, data)
+    def recording_test(layout, top_k, normalized, model_output, data):
+        micro_batch = test(layout, top_k, normalized, model_output, data)
         for row, (key, length) in enumerate(zip(micro_batch.sample_key.tolist(), layout.lengths, strict=True)):
             at = (update_pass.update, key)
             decisions.uniforms[at] = micro_batch.uniforms[row, :length].clone()

@@ -38,7 +38,7 @@ def test_identities_hold(build, feature):
     metrics = harness.update(worker, rollout, old, mini_batch_size=8, columns=columns, **extra)
 
     assert metrics["sis/active"] == [1.0]
-    assert metrics["sis/tokens"] == [256.0]
+    assert metrics["sis/tokens"] == metrics["sis/residual_mass/tokens"] == [256.0]
     assert metrics["sis/non_finite"] == [0.0]
     assert metrics["mismatch/k3"] == [0.0]
     ages = [metrics[f"sis/accept_rate_by_age/{age}"][0] for age in range(4)]
@@ -85,13 +85,36 @@ def test_no_autograd_graph_is_kept(build):
     assert not any(value.requires_grad for outputs in looked for value in outputs.values())
 
 
-def test_bfloat16_uses_its_own_normaliser(build):
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_bfloat16_uses_its_own_normaliser(build, share):
     # Without flash-attention verl's log-probs of bfloat16 logits are bfloat16: the residual mass needs better.
-    worker = build(dtype="bf16", learning_rate=1e-3, micro_batch_size=8)
+    worker = build(dtype="bf16", learning_rate=1e-3, micro_batch_size=8, sis={"normalizer_share": share})
     rollout = harness.sampled_rollout(worker, 32, length=8)
     metrics = harness.step(worker, rollout, mini_batch_size=8)
     assert abs(metrics["sis/kappa"][0] - 1.0) <= 4 * metrics["sis/kappa_se"][0] + 0.02
     assert 0.0 < metrics["sis/residual_mass/mean"][0] < 1.0
+    assert metrics["sis/tokens"] == [256.0]
+    # The number of chosen tokens is binomial.
+    deviation = metrics["sis/residual_mass/tokens"][0] - share * 256
+    assert abs(deviation) <= 4 * (256 * share * (1 - share)) ** 0.5
+
+
+def test_the_share_of_normalised_tokens_touches_nothing_else(build):
+    rollout = harness.made_up_rollout([5, 1, 4, 7])
+
+    def metrics_with(share, micro_batch_size):
+        worker = build(dtype="bf16", micro_batch_size=micro_batch_size, sis={"normalizer_share": share})
+        return {name: value for name, value in harness.step(worker, rollout).items() if name.startswith("sis/")}
+
+    quarter, all_tokens = metrics_with(0.25, 4), metrics_with(1.0, 4)
+    of_some = {name for name in quarter if name.startswith(("sis/residual_mass/", "sis/envelope/"))}
+    assert {name: quarter[name] for name in quarter.keys() - of_some} == {
+        name: all_tokens[name] for name in all_tokens.keys() - of_some
+    }
+    assert 0 < quarter["sis/residual_mass/tokens"][0] < all_tokens["sis/residual_mass/tokens"][0] == 17
+    assert quarter["sis/residual_mass/max"][0] <= all_tokens["sis/residual_mass/max"][0]
+    # The same tokens, however the batch is cut.
+    assert metrics_with(0.25, 1)["sis/residual_mass/tokens"] == quarter["sis/residual_mass/tokens"]
 
 
 def test_masked_tokens_do_not_count(build):

@@ -67,36 +67,44 @@ class EnvelopeTerms:
     log_mass: torch.Tensor
     sampled_logit: torch.Tensor
 
+    @property
+    def log_expected_acceptance(self) -> torch.Tensor:
+        """``[N]`` float32, ``log((1 - xi_K) / M^)``, which is log E[z] for y ~ pi_old; the normaliser cancels."""
+        return self.log_mass - self.log_envelope
+
 
 @torch.no_grad()
-def log_normalizer(logits: torch.Tensor, *, chunk_tokens: int) -> torch.Tensor:
+def log_normalizer(logits: torch.Tensor, rows: torch.Tensor | None = None, *, chunk_tokens: int) -> torch.Tensor:
     """Log-sum-exp over the vocabulary in float32.
 
     Args:
         logits: ``[N, V]`` temperature-scaled logits, any floating dtype.
-        chunk_tokens: Rows converted to float32 at a time; the extra memory is ``chunk_tokens * V * 4`` bytes.
+        rows: ``[R]`` rows of ``logits`` to sum over; all in order if None.
+        chunk_tokens: Rows converted to float32 at a time; the extra memory is ``chunk_tokens * V * 4`` bytes, and as
+            much again in the dtype of the logits where ``rows`` picks some.
 
     Returns:
-        ``[N]`` float32.
+        ``[R]`` float32.
     """
     _require(logits.ndim == 2, f"logits must be [N, V], got {tuple(logits.shape)}")
-    count, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
+    count = logits.shape[0] if rows is None else len(rows)
     if count == 0:
         return logits.new_zeros(0, dtype=torch.float32)
-    rows = min(chunk_tokens, count)
+    step = min(chunk_tokens, count)
     if logits.device.type == "cpu":
-        rows = min(rows, max(1, torch.get_num_threads() * _CACHED_ELEMENTS // vocab_size))
-    buffer = logits.new_empty((rows, vocab_size), dtype=torch.float32)
+        step = min(step, max(1, torch.get_num_threads() * _CACHED_ELEMENTS // vocab_size))
+    buffer = logits.new_empty((step, vocab_size), dtype=torch.float32)
     total = logits.new_empty(count, dtype=torch.float32)
-    for start in range(0, count, rows):
-        block = logits[start : start + rows]
-        total[start : start + rows] = buffer[: len(block)].copy_(block).exp_().sum(dim=-1)
+    for start in range(0, count, step):
+        block = logits[start : start + step] if rows is None else logits[rows[start : start + step]]
+        total[start : start + step] = buffer[: len(block)].copy_(block).exp_().sum(dim=-1)
     del buffer
     # Without the usual subtraction of the maximum, which costs two passes and few rows need: those take the long way.
     extreme = ~((total > _SAFE_SUM[0]) & (total < _SAFE_SUM[1]))
     result = total.log_()
-    for index in extreme.nonzero().squeeze(1).split(max(1, rows // 3)):
-        result[index] = torch.logsumexp(logits[index].float(), dim=-1)
+    for index in extreme.nonzero().squeeze(1).split(max(1, step // 3)):
+        result[index] = torch.logsumexp(logits[index if rows is None else rows[index]].float(), dim=-1)
     return result
 
 

@@ -20,7 +20,9 @@ def sis_metrics(pooled: PooledStatistics) -> dict[str, float]:
         ``sis/active`` (1), ``sis/tokens`` (count), ``sis/non_finite`` (count), and
 
         * per token: ``accept_rate`` mean z, ``accept_rate_expected`` mean (1 - xi) / M^, ``in_topk_rate``,
-          ``residual_mass/{mean,p95,max}``, ``envelope/{mean,max}``, ``log_ratio_abs`` mean |log w|;
+          ``log_ratio_abs`` mean |log w|;
+        * per token of known normaliser, ``residual_mass/tokens`` of them: ``residual_mass/{mean,p95,max}``,
+          ``envelope/{mean,max}``;
         * ``kappa`` = accept_rate / accept_rate_expected, which is 1 up to sampling noise if y ~ pi_old, tokens outside
           V_K are rejected, and the samples have not themselves moved the current policy (the first epoch); and
           ``kappa_se``, its standard error under that hypothesis from random groups of sequences. With n sequences
@@ -31,7 +33,7 @@ def sis_metrics(pooled: PooledStatistics) -> dict[str, float]:
         Rates over no token are NaN.
     """
     s = pooled.sums
-    tokens, responses = s["tokens"], s["responses"]
+    tokens, responses, normalized = s["tokens"], s["responses"], s["normalized_tokens"]
     expected = s["accept_expected"]
     return {
         "sis/active": 1.0,
@@ -42,10 +44,11 @@ def sis_metrics(pooled: PooledStatistics) -> dict[str, float]:
         "sis/kappa": _ratio(s["accepted"], expected),
         "sis/kappa_se": _ratio(math.sqrt(float(np.square(pooled.kappa_groups).sum())), expected),
         "sis/in_topk_rate": _ratio(s["in_top_k"], tokens),
-        "sis/residual_mass/mean": _ratio(s["residual_mass"], tokens),
+        "sis/residual_mass/tokens": normalized,
+        "sis/residual_mass/mean": _ratio(s["residual_mass"], normalized),
         "sis/residual_mass/p95": histogram_quantile(pooled.histograms["residual_mass"], 0.95),
         "sis/residual_mass/max": _finite_or_nan(pooled.maxima["residual_mass"]),
-        "sis/envelope/mean": _ratio(s["envelope"], tokens),
+        "sis/envelope/mean": _ratio(s["envelope"], normalized),
         "sis/envelope/max": _finite_or_nan(pooled.maxima["envelope"]),
         "sis/log_ratio_abs": _ratio(s["log_ratio_abs"], tokens),
         "sis/D": _ratio(s["log_ratio_abs"], responses),

@@ -30,6 +30,7 @@ SUMS = (
     "accepted",
     "in_top_k",
     "accept_expected",
+    "normalized_tokens",
     "residual_mass",
     "envelope",
     "log_ratio_abs",
@@ -148,6 +149,8 @@ def acceptance_statistics(
     accepted: torch.Tensor,
     contains_sampled: torch.Tensor,
     log_ratio: torch.Tensor,
+    log_expected: torch.Tensor,
+    normalized: torch.Tensor,
     log_envelope: torch.Tensor,
     residual_mass: torch.Tensor,
     stored_gap: torch.Tensor,
@@ -160,6 +163,8 @@ def acceptance_statistics(
         accepted: bool ``[B, T]``, z.
         contains_sampled: bool ``[B, T]``, y in V_K.
         log_ratio: float32 ``[B, T]``, log w of the sampled token.
+        log_expected: float32 ``[B, T]``, ``log((1 - xi_K) / M^)``.
+        normalized: bool ``[B, T]``, tokens whose ``log_envelope`` and ``residual_mass`` are known.
         log_envelope: float32 ``[B, T]``, log M^.
         residual_mass: float32 ``[B, T]``, xi_K.
         stored_gap: float32 ``[B, T]``, distance in nats of the log pi_old kept beside the top-K from the trainer's.
@@ -168,17 +173,16 @@ def acceptance_statistics(
     Returns:
         Sums over the masked tokens with finite values; the others count as ``non_finite``.
     """
-    finite = torch.isfinite(log_envelope) & torch.isfinite(residual_mass)
+    finite = torch.isfinite(log_expected)
+    finite = finite & (~normalized | (torch.isfinite(log_envelope) & torch.isfinite(residual_mass)))
     # Both signs: either policy may have filtered the token.
     finite = finite & is_log_prob(log_ratio) & is_log_prob(-log_ratio)
     used = mask & finite
     log_w = torch.where(used, log_ratio, 0.0).double()
-    envelope = torch.exp(torch.where(used, log_envelope, 0.0).double())
-    xi = torch.where(used, residual_mass, 0.0).double()
     z = accepted & used
     w = torch.exp(log_w)
     w_sis = torch.where(z, 1.0, w)
-    expected = (1.0 - xi) / envelope
+    expected = torch.exp(torch.where(used, log_expected, 0.0).double())
 
     pooled = PooledStatistics()
     _add_sums(
@@ -189,8 +193,6 @@ def acceptance_statistics(
             "accepted": z.double(),
             "in_top_k": contains_sampled.double(),
             "accept_expected": expected,
-            "residual_mass": xi,
-            "envelope": envelope,
             "log_ratio_abs": log_w.abs(),
             "log_ratio_abs_rejected": torch.where(z, 0.0, log_w.abs()),
             "stored_gap": stored_gap.double(),
@@ -202,10 +204,20 @@ def acceptance_statistics(
     )
     pooled.sums["responses"] = float(mask.any(dim=-1).sum())
     pooled.sums["non_finite"] = float((mask & ~finite).sum())
-    _add_extremes(pooled, "residual_mass", xi[used])
-    pooled.maxima["envelope"] = float(envelope[used].max()) if bool(used.any()) else -np.inf
+    _add_envelope(pooled, used & normalized, log_envelope, residual_mass)
     pooled.kappa_groups = _kappa_groups(torch.where(used, z.double() - expected, 0.0).sum(dim=-1), sample_key)
     return pooled
+
+
+def _add_envelope(
+    pooled: PooledStatistics, known: torch.Tensor, log_envelope: torch.Tensor, residual_mass: torch.Tensor
+) -> None:
+    """M^ and xi_K over the tokens where they are known."""
+    envelope = torch.exp(torch.where(known, log_envelope, 0.0).double())
+    xi = torch.where(known, residual_mass, 0.0).double()
+    _add_sums(pooled, known, {"normalized_tokens": torch.ones_like(xi), "residual_mass": xi, "envelope": envelope})
+    _add_extremes(pooled, "residual_mass", xi[known])
+    pooled.maxima["envelope"] = float(envelope[known].max()) if bool(known.any()) else -np.inf
 
 
 def _kappa_groups(surplus: torch.Tensor, sample_key: torch.Tensor) -> np.ndarray:

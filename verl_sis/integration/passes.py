@@ -32,6 +32,10 @@ _LOG_ENVELOPE, _LOG_MASS, _SAMPLED_LOGIT, _LOG_NORMALIZER = (
 )
 
 
+_NORMALIZER_STREAM = 1 << 62
+"""Bit of the seed that sets the choice of normalised tokens apart from the acceptance test's uniforms."""
+
+
 class OldPass:
     """Loss function of ``compute_log_prob``: takes the top-K of the old policy from the live logits and stores it."""
 
@@ -95,7 +99,7 @@ class UpdatePass:
         self._store = store
         self._base_loss = base_loss
         self._verl_loss = verl_loss
-        self._pending: tuple[ResponseLayout, envelope.TopK] | None = None
+        self._pending: tuple[ResponseLayout, envelope.TopK, torch.Tensor] | None = None
         self.update = 0
 
     def __call__(
@@ -116,9 +120,9 @@ class UpdatePass:
             return self._look(student_logits.squeeze(0), data)
         if self._pending is None or model_output is None:
             raise SisStateError("the engine did not call the logits hook in update_actor, so no token could be tested")
-        layout, top_k = self._pending
+        layout, top_k, normalized = self._pending
         self._pending = None
-        micro_batch = self._test(layout, top_k, model_output, data)
+        micro_batch = self._test(layout, top_k, normalized, model_output, data)
         token = CURRENT.set(micro_batch)
         try:
             loss, metrics = self._verl_loss(model_output=model_output, data=data, dp_group=dp_group)
@@ -130,7 +134,9 @@ class UpdatePass:
     def _look(self, logits: torch.Tensor, data: TensorDict) -> dict[str, torch.Tensor]:
         layout = ResponseLayout.of(data, local_size=logits.shape[0])
         top_k = self._store.get(data[SAMPLE_KEY].tolist(), layout.lengths)
-        self._pending = layout, top_k
+        own_normalizer = not verl_compat.log_probs_keep_float32(logits.dtype, logits.device)
+        normalized = self._choose(layout, data, self._config.normalizer_share if own_normalizer else 1.0)
+        self._pending = layout, top_k, normalized
         local, rows = layout.local(), layout.local_rows()
         local_top_k = envelope.TopK(
             top_k.ids[local], top_k.log_prob[local], top_k.sampled_log_prob[local], top_k.contains_sampled[local]
@@ -141,20 +147,30 @@ class UpdatePass:
             _LOG_MASS: terms.log_mass,
             _SAMPLED_LOGIT: terms.sampled_logit,
         }
-        if not verl_compat.log_probs_keep_float32(logits.dtype, logits.device):
-            chunk = self._config.chunk_tokens
-            outputs[_LOG_NORMALIZER] = torch.cat(
-                [terms.log_mass[:0]]
-                + [
-                    envelope.log_normalizer(logits[start:stop], chunk_tokens=chunk)
-                    for start, stop in layout.local_ranges()
-                ]
+        if own_normalizer:
+            chosen = normalized[local]
+            outputs[_LOG_NORMALIZER] = torch.zeros_like(terms.log_mass).masked_scatter_(
+                chosen, envelope.log_normalizer(logits, rows[chosen], chunk_tokens=self._config.chunk_tokens)
             )
         return {name: layout.scatter(values).unsqueeze(0) for name, values in outputs.items()}
 
+    def _choose(self, layout: ResponseLayout, data: TensorDict, share: float) -> torch.Tensor:
+        """Bool ``[R]``: the tokens whose normaliser is taken, the same on any layout of ranks and batches."""
+        key = data[SAMPLE_KEY]
+        lengths = torch.tensor(layout.lengths, device=key.device)
+        position = torch.cat([torch.arange(length, device=key.device) for length in layout.lengths])
+        seed = self._config.seed ^ _NORMALIZER_STREAM
+        drawn = acceptance.counter_uniforms(key.repeat_interleave(lengths), position, seed=seed, update=self.update)
+        return drawn < share
+
     @torch.no_grad()
     def _test(
-        self, layout: ResponseLayout, top_k: envelope.TopK, model_output: dict[str, torch.Tensor], data: TensorDict
+        self,
+        layout: ResponseLayout,
+        top_k: envelope.TopK,
+        normalized: torch.Tensor,
+        model_output: dict[str, torch.Tensor],
+        data: TensorDict,
     ) -> MicroBatch:
         at = {name: _packed(model_output.pop(name))[layout.positions] for name in _outputs_in(model_output)}
         terms = envelope.EnvelopeTerms(at[_LOG_ENVELOPE], at[_LOG_MASS], at[_SAMPLED_LOGIT])
@@ -180,6 +196,8 @@ class UpdatePass:
                 sample_key[:, None], position[None, :], seed=self._config.seed, update=self.update
             ),
             contains_sampled=layout.pad(top_k.contains_sampled, width),
+            log_expected=layout.pad(terms.log_expected_acceptance, width),
+            normalized=layout.pad(normalized, width),
             log_envelope=layout.pad(current.log_envelope, width),
             residual_mass=layout.pad(current.residual_mass, width),
             stored_log_prob=layout.pad(top_k.sampled_log_prob, width),

@@ -28,6 +28,8 @@ class MicroBatch:
         acceptance_log_prob: ``[B, T]`` float32, log a.
         uniforms: ``[B, T]`` float32, u.
         contains_sampled: ``[B, T]`` bool, y in V_K.
+        log_expected: ``[B, T]`` float32, ``log((1 - xi_K) / M^)``.
+        normalized: ``[B, T]`` bool, tokens whose M^ and xi_K are known.
         log_envelope: ``[B, T]`` float32, log M^.
         residual_mass: ``[B, T]`` float32, xi_K.
         stored_log_prob: ``[B, T]`` float32, log pi_old kept beside the top-K.
@@ -41,6 +43,8 @@ class MicroBatch:
     acceptance_log_prob: torch.Tensor
     uniforms: torch.Tensor
     contains_sampled: torch.Tensor
+    log_expected: torch.Tensor
+    normalized: torch.Tensor
     log_envelope: torch.Tensor
     residual_mass: torch.Tensor
     stored_log_prob: torch.Tensor
@@ -127,6 +131,8 @@ def _collect_statistics(
         accepted=accepted,
         contains_sampled=micro_batch.contains_sampled,
         log_ratio=log_prob.float() - old_log_prob.float(),
+        log_expected=micro_batch.log_expected,
+        normalized=micro_batch.normalized,
         log_envelope=micro_batch.log_envelope,
         residual_mass=micro_batch.residual_mass,
         stored_gap=(micro_batch.stored_log_prob - old_log_prob.float()).abs(),
