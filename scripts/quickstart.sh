@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a training run with SIS on this machine's CPU: about 13 minutes the first time, 5 to 6 afterwards.
+# From nothing to a training run with SIS on this machine's CPU: about 10 minutes the first time, 5 afterwards.
 #
 #   bash scripts/quickstart.sh [--base] [--output DIR] [HYDRA OVERRIDE ...]
 #

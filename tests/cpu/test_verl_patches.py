@@ -78,7 +78,7 @@ def test_p4_sender_gives_up_and_says_why():
 
 def test_p4_without_it_the_sender_waits_for_ever():
     with pytest.raises(subprocess.TimeoutExpired) as caught:
-        run_python(SEND, timeout=15, VERL_SIS_CPU_DISABLE="P4", VERL_SIS_WEIGHT_SYNC_TIMEOUT_S="0.5")
+        run_python(SEND, timeout=40, VERL_SIS_CPU_DISABLE="P4", VERL_SIS_WEIGHT_SYNC_TIMEOUT_S="0.5")
     assert "sending" in caught.value.stdout
 
 

@@ -135,7 +135,9 @@ class UpdatePass:
         layout = ResponseLayout.of(data, local_size=logits.shape[0])
         top_k = self._store.get(data[SAMPLE_KEY].tolist(), layout.lengths)
         own_normalizer = not verl_compat.log_probs_keep_float32(logits.dtype, logits.device)
-        normalized = self._choose(layout, data, self._config.normalizer_share if own_normalizer else 1.0)
+        # Where verl's log-probs give the normaliser, it is known of every token at no cost.
+        known = torch.ones_like(layout.positions, dtype=torch.bool)
+        normalized = self._choose(layout, data) if own_normalizer else known
         self._pending = layout, top_k, normalized
         local, rows = layout.local(), layout.local_rows()
         local_top_k = envelope.TopK(
@@ -154,14 +156,14 @@ class UpdatePass:
             )
         return {name: layout.scatter(values).unsqueeze(0) for name, values in outputs.items()}
 
-    def _choose(self, layout: ResponseLayout, data: TensorDict, share: float) -> torch.Tensor:
+    def _choose(self, layout: ResponseLayout, data: TensorDict) -> torch.Tensor:
         """Bool ``[R]``: the tokens whose normaliser is taken, the same on any layout of ranks and batches."""
         key = data[SAMPLE_KEY]
         lengths = torch.tensor(layout.lengths, device=key.device)
         position = torch.cat([torch.arange(length, device=key.device) for length in layout.lengths])
         seed = self._config.seed ^ _NORMALIZER_STREAM
         drawn = acceptance.counter_uniforms(key.repeat_interleave(lengths), position, seed=seed, update=self.update)
-        return drawn < share
+        return drawn < self._config.normalizer_share
 
     @torch.no_grad()
     def _test(
