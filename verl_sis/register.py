@@ -25,7 +25,7 @@ from verl_sis.errors import SisConfigError
 logger = logging.getLogger("verl_sis")
 
 PROVIDER = "verl_sis"
-GROUPS = ("sis", "cpu")
+GROUPS = ("sis", "routing_replay", "cpu")
 """Hydra groups of this plugin; each is a folder of ``verl_sis/conf``."""
 
 

@@ -104,12 +104,12 @@ def test_activation_replaces_the_actors_worker_and_nothing_else(monkeypatch):
     from verl.workers import engine_workers
 
     from verl_sis.integration.activate import activate
-    from verl_sis.integration.worker import SisTrainingWorker
+    from verl_sis.integration.actor import ActorTrainingWorker
 
     worker = engine_workers.ActorRolloutRefWorker
     monkeypatch.setattr(worker, "actor_worker_cls", engine_workers.TrainingWorker)
     activate(engine_workers)
-    assert worker.actor_worker_cls is SisTrainingWorker
+    assert worker.actor_worker_cls is ActorTrainingWorker
     assert worker.ref_worker_cls is engine_workers.TrainingWorker
     activate(engine_workers)
     monkeypatch.setattr(worker, "actor_worker_cls", type("Theirs", (engine_workers.TrainingWorker,), {}))
@@ -121,10 +121,10 @@ def test_overridden_methods_keep_verls_dispatch():
     """Ray dispatch reads attributes that verl's decorator leaves on the methods."""
     from verl.workers.engine_workers import TrainingWorker
 
-    from verl_sis.integration.worker import SisTrainingWorker
+    from verl_sis.integration.actor import ActorTrainingWorker
 
     for name in ("infer_batch", "train_batch", "train_mini_batch", "save_checkpoint", "load_checkpoint"):
-        ours, theirs = vars(getattr(SisTrainingWorker, name)), vars(getattr(TrainingWorker, name))
+        ours, theirs = vars(getattr(ActorTrainingWorker, name)), vars(getattr(TrainingWorker, name))
         assert {key: value for key, value in ours.items() if key != "__wrapped__"} == {
             key: value for key, value in theirs.items() if key != "__wrapped__"
         }, name

@@ -89,7 +89,7 @@ def test_kappa_differs_from_1_when_acceptance_does_not_match_its_expectation():
 
 def test_every_mismatch_metric_of_three_tokens():
     # k1 = mean(-d) = (-log 1.5 + log 4) / 3. k3 = ((1.5 - 1 - log 1.5) + 0 + (1/4 - 1 + log 4)) / 3.
-    # F(2): only the third leaves [1/2, 2].
+    # Ratios 3/2, 1 and 1/4: two leave [1/1.05, 1.05], one leaves [1/2, 2], none leaves [1/5, 5].
     # Pearson of (1/4, 1/4, 1/2) and (3/8, 1/4, 1/8), deviations (-1, -1, 2) / 12 and (1, 0, -1) / 8:
     # (-1 + 0 - 2) / sqrt(6 * 2) = -3 / sqrt(12).
     metrics = mismatch_metrics(pool(random_acceptance(0, 1, 0), mismatch_columns()))
@@ -103,11 +103,19 @@ def test_every_mismatch_metric_of_three_tokens():
             "mismatch/k3": (-0.25 + math.log(4 / 1.5)) / 3,
             "mismatch/abs_log_ratio/mean": math.log(6) / 3,
             "mismatch/abs_log_ratio/max": 2 * LOG2,
+            "mismatch/F_tau1.05": 2 / 3,
             "mismatch/F_tau2": 1 / 3,
+            "mismatch/F_tau5": 0.0,
             "mismatch/pearson": -3 / math.sqrt(12),
         },
         rel=1e-6,
     )
+
+
+def test_another_prefix_names_another_comparison():
+    pooled = pool(random_acceptance(0, 1, 0), mismatch_columns())
+    renamed = mismatch_metrics(pooled, prefix="mismatch/native")
+    assert renamed == {name.replace("mismatch/", "mismatch/native/"): v for name, v in mismatch_metrics(pooled).items()}
 
 
 def test_no_token_gives_zero_counts_and_undefined_rates():

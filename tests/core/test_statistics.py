@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_sis.core.metrics import mismatch_metrics, sis_metrics
-from verl_sis.core.statistics import HISTOGRAM_EDGES, KAPPA_GROUPS, MISMATCH_TAU, SUMS, PooledStatistics
+from verl_sis.core.statistics import HISTOGRAM_EDGES, KAPPA_GROUPS, MISMATCH_TAUS, SUMS, PooledStatistics
 
 from .batches import assert_same, pool, random_acceptance, random_mismatch, rows_of
 from .steady import steady
@@ -71,7 +71,7 @@ def looped_mismatch(columns) -> dict[str, float]:
             "mismatch_k1": -d,
             "mismatch_k3": math.exp(d) - 1 - d,
             "mismatch_abs": abs(d),
-            "mismatch_outside_tau": max(p / q, q / p) > MISMATCH_TAU,
+            **{f"mismatch_outside_{tau:g}": max(p / q, q / p) > tau for tau in MISMATCH_TAUS},
         }
         for name, value in terms.items():
             sums[name] += value

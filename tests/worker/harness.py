@@ -33,23 +33,26 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def build_model_folder(folder: Path, *, spread: float = 0.12, seed: int = 0) -> Path:
-    """Write a random Qwen3-MoE of 0.4 million parameters and its tokenizer.
+def build_model_folder(folder: Path, *, spread: float = 0.12, seed: int = 0, **shape_changes: int) -> Path:
+    """Write a random Qwen3-MoE of 0.1 million parameters and its tokenizer.
 
     Args:
         folder: Where to write.
         spread: Standard deviation of the weights; large enough that probabilities are far from uniform.
         seed: Of the weights.
+        shape_changes: Fields of ``ModelShape`` that differ.
     """
     from verl_sis.cpu.tiny_model import ModelShape, build_model, build_tokenizer
 
-    shape = ModelShape(hidden_size=64, layers=2, heads=4, head_dim=32, experts=4, experts_per_token=2, expert_size=32)
+    sizes = {"hidden_size": 64, "layers": 2, "heads": 4, "experts": 4, "experts_per_token": 2, "expert_size": 32}
+    shape = ModelShape(**{**sizes, **shape_changes})
     tokenizer = build_tokenizer()
     model = build_model(shape, tokenizer, 256, seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0.0, spread, generator=torch.Generator().manual_seed(seed))
+                parameter.normal_(0.0, spread, generator=generator)
         model.lm_head.weight.normal_(0.0, 4 * spread, generator=torch.Generator().manual_seed(seed + 1))
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
@@ -63,6 +66,8 @@ class Settings:
     model: Path
     sis: dict[str, Any] | None = field(default_factory=dict)
     """Settings of SIS; None for verl alone."""
+    replay: dict[str, Any] | None = None
+    """Settings of routing replay; None for none. Facts of the run under the key ``run``."""
     actor: dict[str, Any] = field(default_factory=dict)
     model_overrides: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
@@ -102,6 +107,7 @@ def build_worker(settings: Settings) -> Any:
             "max_token_len_per_gpu": settings.max_tokens,
             "infer_max_token_len_per_gpu": settings.max_tokens,
             **settings.engine,
+            **({} if settings.replay is None else {"router_replay": replay_choice(settings.replay)}),
         }
     )
     model_config = HFModelConfig(
@@ -115,8 +121,12 @@ def build_worker(settings: Settings) -> Any:
     )
     worker_class: type[TrainingWorker] = TrainingWorker
     policy_loss = PolicyLossConfig()
+    if settings.sis is not None or settings.replay is not None:
+        from verl_sis.integration.actor import ActorTrainingWorker
+
+        worker_class = ActorTrainingWorker
     if settings.sis is not None:
-        worker_class, policy_loss = sis_choice(settings.sis)
+        policy_loss = sis_choice(settings.sis)
     worker = worker_class(
         TrainingWorkerConfig(
             model_type="language_model",
@@ -143,13 +153,21 @@ def build_worker(settings: Settings) -> Any:
     return worker
 
 
-def sis_choice(sis: dict[str, Any]) -> tuple[Any, Any]:
-    """The worker class and the policy-loss section of a run that chose SIS; imported only then."""
+def sis_choice(sis: dict[str, Any]) -> Any:
+    """The policy-loss section of a run that chose SIS; imported only then."""
     from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisPolicyLossConfig, SisRunFacts
-    from verl_sis.integration.worker import SisTrainingWorker
 
-    facts = SisRunFacts(external_lib=ACTIVATION_MODULE)
-    return SisTrainingWorker, SisPolicyLossConfig(sis=SisConfig(run=facts, **sis))
+    return SisPolicyLossConfig(sis=SisConfig(run=SisRunFacts(external_lib=ACTIVATION_MODULE), **sis))
+
+
+def replay_choice(replay: dict[str, Any]) -> Any:
+    """The ``router_replay`` section of a run that chose routing replay."""
+    from verl_sis.config import ACTIVATION_MODULE
+    from verl_sis.routing_replay.config import RoutingReplayConfig, RoutingReplayRunFacts
+
+    settings = {"mode": "R3", **replay}
+    facts = {"external_lib": ACTIVATION_MODULE, "strategy": "fsdp2", "return_routes": settings["mode"] == "R3"}
+    return RoutingReplayConfig(**{**settings, "run": RoutingReplayRunFacts(**{**facts, **settings.get("run", {})})})
 
 
 def nested(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -165,6 +183,8 @@ class Rollout:
     responses: list[torch.Tensor]
     masks: list[torch.Tensor] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
+    routes: list[torch.Tensor] = field(default_factory=list)
+    """int16 ``[len, layers, K]`` of each row, as the rollout engine reports them; empty for none."""
 
     def __post_init__(self) -> None:
         """Fill what was not given: every token bears loss, advantages alternate in sign."""
@@ -173,10 +193,8 @@ class Rollout:
 
     def select(self, rows: list[int]) -> "Rollout":
         """The given rows, in the given order."""
-        return Rollout(*([column[row] for row in rows] for column in (*self._columns(),)))
-
-    def _columns(self) -> tuple[list[Any], ...]:
-        return self.prompts, self.responses, self.masks, self.advantages
+        columns = (self.prompts, self.responses, self.masks, self.advantages, self.routes)
+        return Rollout(*([column[row] for row in rows] if column else [] for column in columns))
 
     def sequences(self) -> list[torch.Tensor]:
         """Prompt and response of each row."""
@@ -185,6 +203,7 @@ class Rollout:
     def columns(self) -> dict[str, torch.Tensor]:
         """What verl's old pass gets."""
         sequences = self.sequences()
+        routes = {"routed_experts": nested(self.routes)} if self.routes else {}
         return {
             "prompts": nested(self.prompts),
             "responses": nested(self.responses),
@@ -192,6 +211,7 @@ class Rollout:
             "position_ids": nested([torch.arange(len(row)) for row in sequences]),
             "response_mask": nested(self.masks),
             "loss_mask": nested(self.masks),
+            **routes,
         }
 
 
@@ -220,13 +240,15 @@ def sampled_rollout(worker: Any, count: int, *, length: int, seed: int = 0) -> R
     return Rollout(prompts, list(tokens[:, 4:]))
 
 
-def old_pass(worker: Any, rollout: Rollout, **extra: Any) -> Any:
+def old_pass(worker: Any, rollout: Rollout, *, columns: dict[str, torch.Tensor] | None = None, **extra: Any) -> Any:
     """Run ``infer_batch`` as ``compute_log_prob`` does; returns its output."""
     from verl.utils import tensordict_utils as tu
 
     settings = {"temperature": 1.0, "calculate_entropy": True, "compute_loss": False}
     settings["global_token_num"] = [len(row) for row in rollout.sequences()]
-    return worker.infer_batch(tu.get_tensordict(rollout.columns(), non_tensor_dict={**settings, **extra}))
+    return worker.infer_batch(
+        tu.get_tensordict({**rollout.columns(), **(columns or {})}, non_tensor_dict={**settings, **extra})
+    )
 
 
 def update(

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from verl_sis.core.statistics import HISTOGRAM_EDGES, PooledStatistics
+from verl_sis.core.statistics import HISTOGRAM_EDGES, MISMATCH_TAUS, PooledStatistics
 
 
 def sis_metrics(pooled: PooledStatistics) -> dict[str, float]:
@@ -58,20 +58,21 @@ def sis_metrics(pooled: PooledStatistics) -> dict[str, float]:
     }
 
 
-def mismatch_metrics(pooled: PooledStatistics) -> dict[str, float]:
+def mismatch_metrics(pooled: PooledStatistics, prefix: str = "mismatch") -> dict[str, float]:
     """Train-inference mismatch metrics, prefix ``mismatch/``, per token.
 
     Args:
         pooled: Statistics of all tokens to report on.
+        prefix: Of the names.
 
     Returns:
         ``mismatch/tokens`` and ``mismatch/non_finite`` (counts), ``mismatch/k1``, ``mismatch/k3``,
-        ``mismatch/abs_log_ratio/{mean,p99,max}``, ``mismatch/F_tau2`` and ``mismatch/pearson`` (of the probabilities).
-        Over no token all but the counts are NaN.
+        ``mismatch/abs_log_ratio/{mean,p99,max}``, ``mismatch/F_tau{1.05,2,5}`` and ``mismatch/pearson`` (of the
+        probabilities). Over no token all but the counts are NaN.
     """
     s = pooled.sums
     tokens = s["mismatch_tokens"]
-    return {
+    values = {
         "mismatch/tokens": tokens,
         "mismatch/non_finite": s["mismatch_non_finite"],
         "mismatch/k1": _ratio(s["mismatch_k1"], tokens),
@@ -79,9 +80,10 @@ def mismatch_metrics(pooled: PooledStatistics) -> dict[str, float]:
         "mismatch/abs_log_ratio/mean": _ratio(s["mismatch_abs"], tokens),
         "mismatch/abs_log_ratio/p99": histogram_quantile(pooled.histograms["mismatch_abs"], 0.99),
         "mismatch/abs_log_ratio/max": _finite_or_nan(pooled.maxima["mismatch_abs"]),
-        "mismatch/F_tau2": _ratio(s["mismatch_outside_tau"], tokens),
+        **{f"mismatch/F_tau{tau:g}": _ratio(s[f"mismatch_outside_{tau:g}"], tokens) for tau in MISMATCH_TAUS},
         "mismatch/pearson": pooled.probabilities.correlation(),
     }
+    return {name.replace("mismatch", prefix, 1): value for name, value in values.items()}
 
 
 def histogram_quantile(counts: np.ndarray, quantile: float) -> float:

@@ -21,7 +21,7 @@ _HISTOGRAM_DECADES = 9
 HISTOGRAM_EDGES = np.logspace(-_HISTOGRAM_DECADES, 1, (_HISTOGRAM_DECADES + 1) * _HISTOGRAM_BINS_PER_DECADE + 1)
 """Edges of the histograms behind quantiles: 50 bins a decade from 1e-9 to 10, so a quantile is exact to 4.7 %."""
 
-MISMATCH_TAU = 2.0
+MISMATCH_TAUS = (1.05, 2.0, 5.0)
 """F(tau): fraction of tokens whose probability ratio between rollout engine and trainer leaves [1/tau, tau]."""
 
 SUMS = (
@@ -45,7 +45,7 @@ SUMS = (
     "mismatch_k1",
     "mismatch_k3",
     "mismatch_abs",
-    "mismatch_outside_tau",
+    *(f"mismatch_outside_{tau:g}" for tau in MISMATCH_TAUS),
     "mismatch_non_finite",
 )
 MAXIMA = ("residual_mass", "envelope", "mismatch_abs")
@@ -258,7 +258,7 @@ def mismatch_statistics(
             "mismatch_k1": -d,
             "mismatch_k3": torch.expm1(d) - d,
             "mismatch_abs": d.abs(),
-            "mismatch_outside_tau": (d.abs() > float(np.log(MISMATCH_TAU))).double(),
+            **{f"mismatch_outside_{tau:g}": (d.abs() > math.log(tau)).double() for tau in MISMATCH_TAUS},
         },
     )
     pooled.sums["mismatch_non_finite"] = float((mask & ~finite).sum())

@@ -1,4 +1,4 @@
-"""Imported through ``actor_rollout_ref.model.external_lib``: makes verl's actor use SIS in this process.
+"""Imported through ``actor_rollout_ref.model.external_lib``: makes verl's actor use SIS and routing replay here.
 
 verl imports it wherever it builds the model configuration: in each worker before anything is built, but also in the
 driver and in the rollout servers. It acts only on ``verl.workers.engine_workers``, once that is imported, so elsewhere
@@ -15,7 +15,7 @@ from verl_sis.errors import SisConfigError
 
 
 def activate(engine_workers: ModuleType) -> None:
-    """Make ``ActorRolloutRefWorker`` build its actor as a ``SisTrainingWorker``. The reference model keeps verl's own.
+    """Make ``ActorRolloutRefWorker`` build its actor as our worker. The reference model keeps verl's own.
 
     Args:
         engine_workers: The module ``verl.workers.engine_workers``.
@@ -25,16 +25,16 @@ def activate(engine_workers: ModuleType) -> None:
         SisConfigError: If another library has replaced the actor's worker class.
     """
     verl_compat.check_contract()
-    from verl_sis.integration.worker import SisTrainingWorker
+    from verl_sis.integration.actor import ActorTrainingWorker
 
     current = engine_workers.ActorRolloutRefWorker.actor_worker_cls
-    if current not in (engine_workers.TrainingWorker, SisTrainingWorker):
+    if current not in (engine_workers.TrainingWorker, ActorTrainingWorker):
         raise SisConfigError(
             f"another library has set ActorRolloutRefWorker.actor_worker_cls to {current.__module__}."
-            f"{current.__qualname__}; SIS cannot be active beside it. Remove it from "
+            f"{current.__qualname__}; verl_sis cannot be active beside it. Remove it from "
             "actor_rollout_ref.model.external_lib"
         )
-    engine_workers.ActorRolloutRefWorker.actor_worker_cls = SisTrainingWorker
+    engine_workers.ActorRolloutRefWorker.actor_worker_cls = ActorTrainingWorker
 
 
 verl_compat.check_plugin_policy()

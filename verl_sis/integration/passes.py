@@ -19,7 +19,8 @@ from verl_sis.errors import SisStateError
 from verl_sis.integration.base_loss import PolicyLoss
 from verl_sis.integration.layout import ResponseLayout
 from verl_sis.integration.policy_loss import CURRENT, MicroBatch
-from verl_sis.integration.store import SAMPLE_KEY, TopKStore
+from verl_sis.integration.store import TopKStore
+from verl_sis.verl_compat import SAMPLE_KEY
 
 STATISTICS = "sis_statistics"
 """Key under which a micro-batch's PooledStatistics travel through verl's metric exchange to the worker."""

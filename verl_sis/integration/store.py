@@ -1,39 +1,9 @@
 """The old policy's top-K, kept on the worker that computed it until the update has used it."""
 
-import hashlib
-from itertools import pairwise
-
 import torch
-from tensordict import TensorDict
 
-from verl_sis import verl_compat
 from verl_sis.core.envelope import TopK
 from verl_sis.errors import SisStateError
-
-SAMPLE_KEY = "sis_sample_key"
-"""Column ``[B]`` int64 that the worker adds to its own copy of a batch; it follows verl's selection and chunking."""
-
-
-def sample_keys(data: TensorDict) -> torch.Tensor:
-    """A key of each sample's token sequence and of where its response starts.
-
-    Equal sequences have equal top-K and share a key, on any rank and in any run; 64 bits of BLAKE2b, so that two
-    different sequences of a batch of a million share one with a probability of 3e-8.
-
-    Args:
-        data: Batch with nested ``input_ids``.
-
-    Returns:
-        ``[B]`` int64 on the CPU.
-    """
-    keys = []
-    token_ids, ends = verl_compat.packed(data, "input_ids")
-    tokens = token_ids.to(device="cpu", dtype=torch.int64).contiguous().numpy()
-    for (start, end), length in zip(pairwise([0, *ends]), verl_compat.response_lengths(data), strict=True):
-        digest = hashlib.blake2b(length.to_bytes(8, "little"), digest_size=8)
-        digest.update(tokens[start:end].tobytes())
-        keys.append(int.from_bytes(digest.digest(), "little", signed=True))
-    return torch.tensor(keys, dtype=torch.int64)
 
 
 class TopKStore:

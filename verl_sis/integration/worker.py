@@ -20,7 +20,8 @@ from verl_sis.core.statistics import PooledStatistics
 from verl_sis.errors import SisConfigError, SisStateError
 from verl_sis.integration.base_loss import check_uses_ratio, resolve_base_loss
 from verl_sis.integration.passes import STATISTICS, OldPass, UpdatePass
-from verl_sis.integration.store import SAMPLE_KEY, TopKStore, sample_keys
+from verl_sis.integration.store import TopKStore
+from verl_sis.verl_compat import SAMPLE_KEY, is_old_pass, sample_keys
 
 logger = logging.getLogger("verl_sis")
 logger.setLevel(os.getenv("VERL_SIS_LOGGING_LEVEL", "INFO"))
@@ -52,10 +53,9 @@ class SisTrainingWorker(TrainingWorker):
         actor_config = verl_compat.actor_config_of(loss_fn)
         policy_loss = actor_config.policy_loss
         if not isinstance(policy_loss, SisPolicyLossConfig):
-            raise SisConfigError(
-                "actor_rollout_ref.model.external_lib activates SIS, but actor.policy_loss is verl's own "
-                f"(loss_mode={policy_loss.loss_mode!r}). Type +sis@_global_=grpo, or remove the external_lib"
-            )
+            self._update_pass = None
+            super().set_loss_fn(loss_fn)
+            return
         config = policy_loss.sis
         vocab_size = verl_compat.vocab_size(self.model_config)
         if config.top_k > vocab_size:
@@ -81,7 +81,7 @@ class SisTrainingWorker(TrainingWorker):
     @functools.wraps(TrainingWorker.infer_batch)
     def infer_batch(self, data: TensorDict) -> Any:
         """Run the old pass and keep the top-K of its samples; any other forward pass is verl's alone."""
-        if not self._is_old_pass(data):
+        if self._update_pass is None or not is_old_pass(data):
             return super().infer_batch(data)
         self._store.clear()
         data[SAMPLE_KEY] = sample_keys(data)
@@ -100,7 +100,7 @@ class SisTrainingWorker(TrainingWorker):
         finally:
             self._in_mini_batch_loop = False
             self._store.clear()
-        return _with_metrics(output, _by_age)
+        return verl_compat.with_metrics(output, _by_age)
 
     @functools.wraps(TrainingWorker.train_batch)
     def train_batch(self, data: TensorDict) -> Any:
@@ -111,7 +111,7 @@ class SisTrainingWorker(TrainingWorker):
         tu.assign_non_tensor(data, **{verl_compat.LOGITS_HOOK_FLAG: True})
         output = super().train_batch(data)
         self._update_pass.update += 1
-        return _with_metrics(output, _pool if self._in_mini_batch_loop else _pool_and_report)
+        return verl_compat.with_metrics(output, _pool if self._in_mini_batch_loop else _pool_and_report)
 
     @functools.wraps(TrainingWorker.save_checkpoint)
     def save_checkpoint(
@@ -151,15 +151,6 @@ class SisTrainingWorker(TrainingWorker):
             )
         self._update_pass.update = state["updates"]
 
-    def _is_old_pass(self, data: TensorDict) -> bool:
-        """Whether this forward pass scores the samples that will be trained on.
-
-        ``compute_loss`` is False for it; under LoRA the reference pass comes here too, with the adapter off.
-        """
-        if self._update_pass is None or tu.get_non_tensor_data(data, "compute_loss", True):
-            return False
-        return not tu.get_non_tensor_data(data, "no_lora_adapter", False)
-
     @contextmanager
     def _loss_function(self, loss_fn: Any) -> Iterator[None]:
         previous = self.loss_fn
@@ -168,13 +159,6 @@ class SisTrainingWorker(TrainingWorker):
             yield
         finally:
             self.loss_fn = previous
-
-
-def _with_metrics(output: Any, transform: Any) -> Any:
-    """Apply ``transform`` to the metrics of a worker's output; ranks without outputs return None."""
-    if output is not None:
-        tu.assign_non_tensor(output, metrics=transform(dict(tu.get(output, "metrics"))))
-    return output
 
 
 def _merged(found: Any) -> PooledStatistics:

@@ -1,6 +1,9 @@
 """verl's batches, its sequence parallelism, and its log-probs, as SIS needs to see them."""
 
 import functools
+import hashlib
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -8,6 +11,10 @@ from tensordict import TensorDict
 
 LOGITS_HOOK_FLAG = "distillation_use_topk"
 """Non-tensor flag of a batch under which verl's engines call the loss function with ``student_logits=`` first."""
+
+
+SAMPLE_KEY = "sis_sample_key"
+"""Column ``[B]`` int64 that the worker adds to its own copy of a batch; it follows verl's selection and chunking."""
 
 
 def packed(data: TensorDict, name: str) -> tuple[torch.Tensor, list[int]]:
@@ -45,6 +52,64 @@ def padded(data: TensorDict, name: str) -> torch.Tensor:
     return data.select(name).to_padded_tensor()[name]
 
 
+def sample_keys(data: TensorDict) -> torch.Tensor:
+    """A key of each sample's token sequence and of where its response starts.
+
+    Equal sequences have equal top-K and routes and share a key, on any rank and in any run; 64 bits of BLAKE2b, so that
+    two different sequences of a batch of a million share one with a probability of 3e-8.
+
+    Args:
+        data: Batch with nested ``input_ids``.
+
+    Returns:
+        ``[B]`` int64 on the CPU.
+    """
+    keys = []
+    token_ids, ends = packed(data, "input_ids")
+    tokens = token_ids.to(device="cpu", dtype=torch.int64).contiguous().numpy()
+    for (start, end), length in zip(pairwise([0, *ends]), response_lengths(data), strict=True):
+        digest = hashlib.blake2b(length.to_bytes(8, "little"), digest_size=8)
+        digest.update(tokens[start:end].tobytes())
+        keys.append(int.from_bytes(digest.digest(), "little", signed=True))
+    return torch.tensor(keys, dtype=torch.int64)
+
+
+def is_old_pass(data: TensorDict) -> bool:
+    """Whether a forward pass of the actor scores the samples that will be trained on.
+
+    ``compute_loss`` is False for it; under LoRA the reference pass comes to the actor too, with the adapter off.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    if tu.get_non_tensor_data(data, "compute_loss", True):
+        return False
+    return not tu.get_non_tensor_data(data, "no_lora_adapter", False)
+
+
+def response_columns(tensor: torch.Tensor, data: TensorDict) -> torch.Tensor:
+    """Response part of a nested per-token output, as verl's ``ppo_loss`` slices and pads it.
+
+    Args:
+        tensor: Nested ``[B, j]``, one value per token of prompt and response, each predicting the next token.
+        data: The batch it was computed from.
+
+    Returns:
+        ``[B, T]``.
+    """
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    return no_padding_2_padding(tensor, data)
+
+
+def with_metrics(output: Any, transform: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Apply ``transform`` to the metrics of a worker's output; ranks that verl takes no outputs from return None."""
+    from verl.utils import tensordict_utils as tu
+
+    if output is not None:
+        tu.assign_non_tensor(output, metrics=transform(dict(tu.get(output, "metrics"))))
+    return output
+
+
 def sequence_parallel_size() -> int:
     """Number of Ulysses sequence-parallel ranks of the engine that is running; 1 without."""
     from verl.utils.ulysses import get_ulysses_sequence_parallel_group, get_ulysses_sequence_parallel_world_size
@@ -64,6 +129,22 @@ def gather_packed(local: torch.Tensor) -> torch.Tensor:
     from verl.utils.ulysses import gather_outputs_and_unpad
 
     return gather_outputs_and_unpad(local, gather_dim=0)
+
+
+def gather_packed_integers(local: torch.Tensor) -> torch.Tensor:
+    """``gather_packed`` for integers of any width; NCCL has no int16, so bytes travel."""
+    if sequence_parallel_size() == 1:
+        return local
+    return gather_packed(local.contiguous().view(torch.uint8)).view(local.dtype)
+
+
+def sum_over_sequence_parallel(values: torch.Tensor) -> torch.Tensor:
+    """Sum of a tensor over all Ulysses ranks, on each of them."""
+    from verl.utils.ulysses import get_ulysses_sequence_parallel_group
+
+    if sequence_parallel_size() > 1:
+        torch.distributed.all_reduce(values, group=get_ulysses_sequence_parallel_group())
+    return values
 
 
 @functools.cache

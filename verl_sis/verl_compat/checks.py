@@ -89,15 +89,23 @@ def check_registered_loss() -> None:
     claim_policy_loss(core_algos)
 
 
+def is_fsdp_engine(engine: Any) -> bool:
+    """Whether an engine is verl's FSDP engine for language models. VeOmni's derives from it and is not."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    if not isinstance(engine, FSDPEngineWithLMHead):
+        return False
+    config: Any = engine.engine_config
+    return config.strategy in ("fsdp", "fsdp2")
+
+
 def check_engine(engine: Any) -> None:
     """Check that an engine calls the logits hook as ``CONTRACT`` says.
 
     Raises:
         SisConfigError: If it is not one of verl's FSDP engines for language models.
     """
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    if not isinstance(engine, FSDPEngineWithLMHead):
+    if not is_fsdp_engine(engine):
         raise SisConfigError(
             f"SIS supports verl's FSDP engines, found {type(engine).__module__}.{type(engine).__qualname__}. Type "
             "actor_rollout_ref.actor.strategy=fsdp2"

@@ -1,0 +1,113 @@
+"""verl's FSDP engine, as routing replay needs to see it: which token stands in which row of the model's input."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from verl_sis.errors import SisStateError
+from verl_sis.verl_compat.batch import packed
+
+
+def text_config(engine: Any) -> Any:
+    """Configuration of the (text) model that an engine trains, as transformers has it."""
+    return engine.model_config.hf_config.get_text_config()
+
+
+def model_of(engine: Any) -> torch.nn.Module:
+    """The module that an engine calls, wrapped for FSDP."""
+    return engine.module
+
+
+def device_of(engine: Any) -> torch.device:
+    """Where an engine's model runs."""
+    from verl.utils.device import get_device_id, get_device_name
+
+    del engine
+    return torch.device(get_device_name(), get_device_id()) if get_device_name() != "cpu" else torch.device("cpu")
+
+
+def model_rows(engine: Any, data: TensorDict) -> torch.Tensor:
+    """Packed index of the token in each row that the decoder layers of this rank see; -1 for padding.
+
+    Indices go through the very functions of verl that pad and slice ``input_ids`` in ``prepare_model_inputs``: packing,
+    static padding and Ulysses slices, or rows padded to the longest.
+
+    Args:
+        engine: verl's FSDP engine.
+        data: Micro-batch on the engine's device.
+
+    Returns:
+        int64 ``[n]``, ``n`` the rows of this rank.
+    """
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.ulysses import ulysses_pad_and_slice_inputs
+    from verl.workers.engine.utils import pad_packed_inputs
+
+    column: Any = data["input_ids"]
+    index = torch.arange(column.values().shape[0], device=column.device)
+    if not tu.get_non_tensor_data(data, "use_remove_padding", True):
+        jagged = torch.nested.nested_tensor_from_jagged(index, column.offsets())
+        shape = (len(column), int(column.offsets().diff().max()))
+        return torch.nested.to_padded_tensor(jagged, padding=-1, output_size=shape).flatten()
+    static_pad: int = engine._get_packed_pad_size(len(index))
+    row, _ = pad_packed_inputs(index[None], None, static_pad, pad_value=-1)
+    if engine.use_ulysses_sp:
+        row, _, _ = ulysses_pad_and_slice_inputs(row, sp_size=engine.ulysses_sequence_parallel_size, pad_value=-1)
+    return row.squeeze(0)
+
+
+def check_model_rows(rows: torch.Tensor, data: TensorDict, model_inputs: dict[str, Any]) -> None:
+    """Check ``model_rows`` against the tokens that the engine is about to feed.
+
+    A vision-language model under Ulysses is fed all tokens and slices them after embedding; it is not compared.
+
+    Raises:
+        SisStateError: If they are not the same tokens.
+    """
+    fed = model_inputs["input_ids"].reshape(-1)
+    tokens, _ = packed(data, "input_ids")
+    if len(fed) != len(rows):
+        if len(fed) % len(rows) == 0:
+            return
+        raise SisStateError(f"verl's engine feeds {len(fed)} tokens, expected {len(rows)}: its padding is not as known")
+    wrong = (tokens[rows.clamp(min=0)] != fed) & (rows >= 0)
+    if bool(wrong.any()):
+        raise SisStateError(
+            f"verl's engine feeds other tokens than expected in {int(wrong.sum())} of {len(rows)} rows: routes would "
+            "be replayed for the wrong tokens"
+        )
+
+
+def around_forward(
+    engine: Any, before: Callable[[TensorDict, dict[str, Any]], None], after: Callable[[TensorDict], None]
+) -> None:
+    """Have an engine call ``before`` and ``after`` around each forward pass of its model.
+
+    The engine's ``prepare_model_inputs`` and ``prepare_model_outputs`` frame that pass; they are wrapped on the
+    instance, so other engines of the process are untouched.
+
+    Args:
+        engine: verl's FSDP engine.
+        before: Called with the micro-batch and the model's inputs.
+        after: Called with the micro-batch once the model has run, before its outputs are processed.
+    """
+    prepare_inputs, prepare_outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
+
+    def prepare_model_inputs(micro_batch: TensorDict) -> Any:
+        model_inputs, output_args = prepare_inputs(micro_batch=micro_batch)
+        before(micro_batch, model_inputs)
+        return model_inputs, output_args
+
+    def prepare_model_outputs(*, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any):
+        after(micro_batch)
+        return prepare_outputs(
+            output=output,
+            output_args=output_args,
+            micro_batch=micro_batch,
+            logits_processor_func=logits_processor_func,
+        )
+
+    engine.prepare_model_inputs = prepare_model_inputs
+    engine.prepare_model_outputs = prepare_model_outputs
