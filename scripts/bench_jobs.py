@@ -17,7 +17,8 @@ from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisRunFacts
 from verl_sis.core import envelope
 from verl_sis.integration.passes import OldPass, UpdatePass
 from verl_sis.integration.policy_loss import sis_policy_loss
-from verl_sis.integration.store import SAMPLE_KEY, TopKStore, sample_keys
+from verl_sis.integration.store import TopKStore
+from verl_sis.verl_compat import SAMPLE_KEY, sample_keys
 
 Job = Callable[[], Any]
 
