@@ -7,16 +7,13 @@ of the medians. What is timed stands in ``bench_jobs.py``. Where other work shar
 thread that has to wait for a core holds up all others.
 """
 
-import importlib.metadata
 import json
 import os
 import pickle
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
@@ -29,11 +26,9 @@ from unittest import mock
 import torch
 import typer
 from bench_jobs import Job, MicroBatch, Shape, SisJobs, StraightforwardJobs
+from bench_timing import environment, peak_bytes, time_in_turn, write_json
 from rich.console import Console
 from rich.table import Table
-
-# The profiler's library announces each start and stop.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -57,39 +52,6 @@ def jobs_of(batch: MicroBatch, ks: list[int]) -> tuple[dict[str, Job], dict[tupl
             extra["update pass", "its float32 log-sum-exp alone", k] = sis.log_normalizer
         extra["update pass", "straightforward", k] = straightforward.update_pass
     return base, extra
-
-
-def time_in_turn(jobs: dict[Any, Job], rounds: int, device: str) -> dict[Any, list[float]]:
-    """Seconds of each job in each round; all jobs once per round, after one round that is not counted."""
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    seconds: dict[Any, list[float]] = {name: [] for name in jobs}
-    for _ in range(rounds + 1):
-        for name, job in jobs.items():
-            synchronize()
-            start = time.perf_counter()
-            job()
-            synchronize()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: values[1:] for name, values in seconds.items()}
-
-
-def peak_bytes(job: Job, device: str) -> int:
-    """Largest memory that a job holds at any moment beyond what was there before, from the allocator itself."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        job()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        job()
-    with tempfile.TemporaryDirectory() as folder:
-        profile.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    held = peak = 0
-    for event in sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
 
 
 def measure_passes(shape: Shape, name: str, ks: list[int], rounds: int) -> list[dict[str, Any]]:
@@ -184,12 +146,6 @@ def measure_step_time(folder: Path, pairs: int) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, Any]:
-    """Versions and threads, for the record."""
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "verl", "verl-sis", "tensordict")}
-    return {"python": platform.python_version(), "threads": torch.get_num_threads(), **versions}
-
-
 def print_passes(records: list[dict[str, Any]], shape: Shape, console: Console) -> None:
     """Print extra time and memory of both passes."""
     table = Table(
@@ -223,16 +179,6 @@ def print_bytes(moved: dict[str, Any], console: Console) -> None:
         "per micro-batch between data-parallel ranks, SIS: statistics", str(moved["statistics_per_micro_batch"])
     )
     console.print(table)
-
-
-def write_json(record: dict[str, Any], path: Path) -> None:
-    """Write the record; the file appears complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    with os.fdopen(descriptor, "w") as stream:
-        json.dump(record, stream, indent=1)
-    os.chmod(scratch, 0o644)
-    os.replace(scratch, path)
 
 
 def main(

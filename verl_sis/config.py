@@ -44,6 +44,10 @@ class SisRunFacts(BaseConfig):
         use_fused_kernels (bool): ``actor_rollout_ref.model.use_fused_kernels``.
         pad_to_length (bool): ``actor_rollout_ref.actor.fsdp_config.pad_to_length``.
         distillation (bool): ``distillation.enabled``.
+        return_routes (bool): ``actor_rollout_ref.rollout.enable_rollout_routing_replay``.
+        replay_mode (str): ``router_replay.mode`` of the actor's FSDP section.
+        moe_metrics_interval (int): ``actor_rollout_ref.rollout.moe_load_balance_metrics_interval``, the other user of
+            the rollout engine's routes.
     """
 
     external_lib: Any = None
@@ -58,6 +62,9 @@ class SisRunFacts(BaseConfig):
     use_fused_kernels: bool = False
     pad_to_length: bool = False
     distillation: bool = False
+    return_routes: bool = False
+    replay_mode: str = "disabled"
+    moe_metrics_interval: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what SIS cannot honour.
@@ -68,6 +75,7 @@ class SisRunFacts(BaseConfig):
         self._check_activation()
         self._check_behavior_policy()
         self._check_logits()
+        self._check_routes()
 
     def _check_activation(self) -> None:
         libs = self.external_lib if isinstance(self.external_lib, str | None) else list(self.external_lib)
@@ -110,6 +118,14 @@ class SisRunFacts(BaseConfig):
                 f"actor_rollout_ref.rollout.logprobs_mode={self.logprobs_mode!r} reports log-probs before temperature, "
                 f"but rollout.temperature is {self.temperature}: mismatch metrics would compare two temperatures. Type "
                 "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
+            )
+
+    def _check_routes(self) -> None:
+        if self.return_routes and self.replay_mode == "disabled" and self.moe_metrics_interval <= 0:
+            raise SisConfigError(
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay=True makes the rollout engine return its "
+                "routes, but verl's FSDP engine ignores them. Type +routing_replay@_global_=r3 to replay them, or "
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay=False"
             )
 
     def _check_logits(self) -> None:

@@ -66,17 +66,27 @@ def entry_point() -> str:
 
 
 def hydra_groups() -> str:
-    """The presets that ``+sis@_global_=...`` can choose."""
+    """The presets that ``+sis@_global_=...`` and ``+routing_replay@_global_=...`` can choose."""
     import verl  # noqa: F401  (loads the plugin)
     from hydra.core.config_store import ConfigStore
 
-    stored = sorted(name.removesuffix(".yaml") for name in ConfigStore.instance().repo.get("sis", {}))
-    if not stored:
-        raise VerlContractError(
-            "the Hydra group 'sis' is empty: verl did not load the plugin. Type: python -c 'import verl_sis.register' "
-            "to see why"
-        )
-    return ", ".join(f"+sis@_global_={name}" for name in stored)
+    found = []
+    for group in ("sis", "routing_replay"):
+        stored = sorted(name.removesuffix(".yaml") for name in ConfigStore.instance().repo.get(group, {}))
+        if not stored:
+            raise VerlContractError(
+                f"the Hydra group {group!r} is empty: verl did not load the plugin. Type: python -c 'import "
+                "verl_sis.register' to see why"
+            )
+        found += [f"+{group}@_global_={name}" for name in stored]
+    return ", ".join(found)
+
+
+def routing_replay() -> str:
+    """The router families that routing replay supports, proven on the installed transformers."""
+    from verl_sis.routing_replay.families import proven_families
+
+    return f"bit-equal self-replay of the routers of {', '.join(proven_families())}"
 
 
 def registered_loss() -> str:
@@ -182,6 +192,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "policy loss": registered_loss,
     "contract with verl": contract,
     "engines": engine_support,
+    "routing replay": routing_replay,
     "CPU port": cpu_port,
     "self-test": self_test,
 }

@@ -28,12 +28,20 @@ def test_four_updates_per_rollout_and_thirty_steps(extra, loss):
     assert int(steps) >= 30
 
 
+def test_routing_replay_measures_both_sides_in_bfloat16():
+    replay = ["+routing_replay@_global_=r3", *quickstart.ROUTING_OVERRIDES]
+    code = COMPOSE.replace("loss_mode)", "loss_mode)\nprint(config.actor_rollout_ref.actor.fsdp_config.router_replay)")
+    code = code.format(overrides=[*quickstart.OVERRIDES, *quickstart.SIS_OVERRIDES, *replay])
+    text = output_of(code, VERL_SIS_TINY_WORLD="/world").splitlines()[-1]
+    assert "'mode': 'R3'" in text and "'native_pass_every': 1" in text
+
+
 @pytest.fixture
 def fake_run(monkeypatch, tmp_path):
     """Replaces verl by a function that writes a log; returns the overrides it was given."""
-    seen = []
+    seen, worlds = [], []
 
-    def install(returncode, log_text, metrics=""):
+    def install(returncode, log_text, metrics="", typed=None):
         def run(overrides, *, log, variables, on_poll):
             seen.extend(overrides)
             log.write_text(log_text)
@@ -42,11 +50,13 @@ def fake_run(monkeypatch, tmp_path):
             return launch.RunResult(returncode, False, 1.0, 2**30, ())
 
         monkeypatch.setattr(quickstart, "run_verl", run)
-        monkeypatch.setattr(quickstart.tiny_world, "build", lambda root: root / "world")
+        monkeypatch.setattr(quickstart.tiny_world, "build", lambda root, world: worlds.append(world) or root / "world")
         console = Console(file=io.StringIO(), width=140)
-        code = quickstart.run(tmp_path / "quickstart", ["trainer.total_training_steps=2"], False, console)
+        typed = ["trainer.total_training_steps=2"] if typed is None else typed
+        code = quickstart.run(tmp_path / "quickstart", typed, False, console)
         return code, console.file.getvalue(), seen
 
+    install.worlds = worlds
     return install
 
 
@@ -64,3 +74,16 @@ def test_a_failure_shows_the_end_of_the_log(fake_run):
     code, text, _ = fake_run(7, "".join(f"line {i}\n" for i in range(100)) + "SisConfigError: because\n")
     assert code == 7
     assert "exit code 7" in text and "SisConfigError: because" in text and "line 5\n" not in text
+
+
+def test_routing_replay_brings_its_world_and_its_precision(fake_run):
+    _, _, overrides = fake_run(0, "fine", typed=["+routing_replay@_global_=r3"])
+    assert fake_run.worlds == [quickstart.ROUTING_WORLD]
+    assert overrides[-1] == "+routing_replay@_global_=r3"
+    assert set(quickstart.ROUTING_OVERRIDES) <= set(overrides)
+
+
+def test_without_it_nothing_of_that(fake_run):
+    _, _, overrides = fake_run(0, "fine")
+    assert fake_run.worlds == [None]
+    assert not set(quickstart.ROUTING_OVERRIDES) & set(overrides)

@@ -56,6 +56,15 @@ def test_table_shows_what_is_there_and_marks_what_is_not(log):
     assert cells.count("-") == 10
 
 
+def test_columns_of_routing_replay_appear_where_it_ran(log):
+    console = Console(file=io.StringIO(), width=160)
+    rows = read_verl_log(log)
+    print_table([*rows, {"step": 2, "actor/mismatch/native/k3": 2e-3, "actor/routing/disagreement": 0.01}], console)
+    assert "native" in console.file.getvalue()
+    line = next(line for line in console.file.getvalue().splitlines() if "2.0e-03" in line)
+    assert [cell.strip() for cell in line.strip("│").split("│")][-3:] == ["2.0e-03", "-", "1.0e-02"]
+
+
 def test_progress_names_only_what_is_there(log):
     assert format_step(read_verl_log(log)[1]) == "step 1  reward 0.250  accept 0.900  k3 1.0e-03"
 

@@ -7,6 +7,7 @@ import pytest
 
 from verl_sis.cpu import tiny_world
 from verl_sis.cpu.launch import run_verl
+from verl_sis.cpu.quickstart import ROUTING_WORLD
 
 ROOT = Path(__file__).parents[2]
 MINUTES = 60
@@ -26,11 +27,17 @@ def world():
     return tiny_world.build(ROOT / "runs" / "tiny_world", quiet=True)
 
 
+@pytest.fixture(scope="session")
+def routing_world():
+    """The quickstart's world under routing replay: more experts and layers, so that engines differ in their choices."""
+    return tiny_world.build(ROOT / "runs" / "tiny_world", ROUTING_WORLD, quiet=True)
+
+
 @pytest.fixture
 def train(world, tmp_path):
     """Trains with ``python -m verl.trainer.main_ppo`` and returns one dictionary of metrics per step."""
 
-    def run(*overrides, name="run", check=True, variables=None):
+    def run(*overrides, name="run", check=True, variables=None, world=world):
         folder = tmp_path / name
         folder.mkdir()
         metrics = folder / "metrics.jsonl"

@@ -1,17 +1,21 @@
 """``python -m verl.trainer.main_ppo +sis@_global_=NAME``: each preset, and the trainer's features around it."""
 
 import math
+from pathlib import Path
 
 import pytest
+
+from verl_sis.cpu.quickstart import ROUTING_OVERRIDES
 
 N = 4
 """Mini-batch updates per rollout: the tiny configuration has 16 prompts a rollout and 4 a mini-batch."""
 
 RUNS = {
     "grpo with reference model and KL loss": ["+sis@_global_=grpo", "actor_rollout_ref.actor.use_kl_loss=True"],
-    "dapo with group filtering": ["+sis@_global_=dapo"],
-    "gspo with dynamic batch size": [
+    "dapo with group filtering and routing replay R3": ["+sis@_global_=dapo", "+routing_replay@_global_=r3"],
+    "gspo with dynamic batch size and routing replay R2": [
         "+sis@_global_=gspo",
+        "+routing_replay@_global_=r2",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=400",
     ],
@@ -52,6 +56,17 @@ def test_sis_is_active_and_its_identities_hold(train, run):
         assert step["actor/mismatch/abs_log_ratio/max"] < 1e-4
         assert step["actor/mismatch/tokens"] == step["actor/sis/tokens"]
         assert math.isfinite(step["actor/grad_norm"])
+        if "routing_replay" in " ".join(RUNS[run]):
+            assert_routes_replayed(step)
+
+
+def assert_routes_replayed(step):
+    """In fp32 rollout engine and trainer choose alike, and so do two passes of the trainer at equal weights."""
+    assert step["actor/routing/tokens"] == step["actor/sis/tokens"]
+    assert step["actor/routing/missing_tokens"] == 0.0
+    assert step["actor/routing/disagreement_by_age/0"] < 1e-3
+    if step["actor/lr"] > 0:
+        assert max(step[f"actor/routing/disagreement_by_age/{age}"] for age in range(1, N)) > 0.0
 
 
 def assert_acceptance_by_age(step):
@@ -78,16 +93,40 @@ def test_resume_continues_where_the_run_stopped(train, tmp_path):
     assert later.read_text() == f'{{"format": 1, "updates": {3 * N}}}'
 
 
-def test_bfloat16_has_a_mismatch_and_kappa_still_holds(train):
-    precision = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
-    steps = train(
-        "+sis@_global_=grpo",
-        "actor_rollout_ref.rollout.dtype=bfloat16",
-        f"actor_rollout_ref.actor.fsdp_config.mixed_precision={precision}",
-    )
+def test_bfloat16_has_a_mismatch_that_replay_lowers_and_kappa_still_holds(train, routing_world):
+    """Within one run, on the same responses: with replay, without, and the trainer against itself."""
+    steps = train("+sis@_global_=dapo", "+routing_replay@_global_=r3", *ROUTING_OVERRIDES, world=routing_world)
     for step in steps:
         assert 1e-6 < step["actor/mismatch/k3"] < 0.1
         assert abs(step["actor/sis/kappa"] - 1.0) <= 4.0 * step["actor/sis/kappa_se"] + 0.03
+        assert step["actor/routing/agreement"] > 0.95
+    with_replay, without, floor = (
+        sum(step[f"actor/mismatch{kind}/k3"] for step in steps) for kind in ("", "/native", "/floor")
+    )
+    assert with_replay < without - floor
+
+
+def test_routes_arrive_at_their_tokens_through_all_of_verl(train, tmp_path):
+    """Labels from the agent loop through TransferQueue to dynamic micro-batches, in bypass mode, without SIS."""
+    log = tmp_path / "labels.txt"
+    steps = train(
+        "+routing_replay@_global_=r3",
+        "actor_rollout_ref.model.external_lib=[verl_sis.integration.activate,labelled_routes]",
+        "actor_rollout_ref.actor.fsdp_config.router_replay.min_agreement=0",
+        "algorithm.rollout_correction.bypass_mode=True",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=400",
+        "trainer.total_training_steps=2",
+        variables={"PYTHONPATH": str(Path(__file__).parent), "LABELLED_ROUTES_LOG": str(log)},
+    )
+    armed, wrong = zip(*(map(int, line.split()) for line in log.read_text().splitlines()), strict=True)
+    # Each sequence once per step, all rows but the last one of each.
+    assert sum(armed) >= sum(step["actor/routing/tokens"] for step in steps) > 0
+    assert len(armed) > 2 * N
+    assert sum(wrong) == 0
+    for step in steps:
+        assert step["actor/routing/disagreement"] > 0.5, "labels are not what the router chooses"
+        assert step["actor/mismatch/k3"] > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ MAY_IMPORT = {
     "core": {"errors"},
     "config": {"core", "errors"},
     "verl_compat": {"errors", "core", "config", "integration"},
-    "integration": {"", "config", "core", "errors", "integration", "register", "verl_compat", "cpu"},
+    "routing_replay": {"config", "core", "errors", "verl_compat"},
+    "integration": {"", "config", "core", "errors", "register", "routing_replay", "verl_compat", "cpu"},
     "register": {"", "core", "cpu", "errors", "integration", "verl_compat"},
     "cpu": {"errors", "cpu"},
     "__main__": {"", "core", "config", "cpu", "doctor", "errors", "integration", "register", "verl_compat"},
-    "doctor": {"", "core", "config", "cpu", "errors", "integration", "register", "verl_compat", "doctor"},
+    "doctor": {"", "core", "config", "cpu", "errors", "integration", "register", "routing_replay", "verl_compat"},
 }
 """Which part of the package may import which; a part may always import itself."""
 
@@ -82,6 +83,8 @@ def test_the_wheel_holds_this_package_only(tmp_path):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"verl_sis"}
     for preset in ("_base", "cispo", "dapo", "grpo", "gspo"):
         assert f"verl_sis/conf/sis/{preset}.yaml" in names
+    for preset in ("_base", "r2", "r3", "r2_megatron", "r3_megatron", "r2_veomni", "r3_veomni"):
+        assert f"verl_sis/conf/routing_replay/{preset}.yaml" in names
     assert "verl_sis/py.typed" in names
     entry_points = (
         zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("entry_points.txt"))).decode()

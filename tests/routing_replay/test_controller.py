@@ -175,6 +175,15 @@ class TestCoverage:
         found = self.find(model)
         assert [router.name for router in found] == [f"model.layers.{layer}.mlp.gate" for layer in range(3)]
 
+    def test_a_decoder_inside_a_vision_language_model(self):
+        """Its tower has layers and attention of its own, and no experts."""
+        model = models.build("Qwen3-MoE")
+        outer = torch.nn.Module()
+        outer.model = torch.nn.ModuleDict({"language_model": model.model})
+        outer.visual = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+        found = find_routers(outer, model.config, torch.device("cpu"))
+        assert [router.name for router in found] == [f"model.language_model.layers.{i}.mlp.gate" for i in range(3)]
+
     def test_routers_are_keyed_by_absolute_layer(self):
         found = self.find(models.build("Qwen3-MoE, first layer dense"))
         assert [(router.layer, router.name) for router in found] == [

@@ -6,7 +6,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.routing_replay import models, running
 from verl_sis.errors import SisConfigError
-from verl_sis.routing_replay.families import FAMILIES, choose_weights, family_of
+from verl_sis.routing_replay.families import FAMILIES, choose_weights, class_of, family_of, proven_families
 
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
@@ -84,7 +84,7 @@ def test_a_router_with_other_arithmetic_is_refused():
     family = family_of(module)
     assert family is not None
     with pytest.raises(SisConfigError, match=r"other weights for its own choices.*transformers >=5\.5\.3,<5\.11"):
-        choose_weights(family, module, model.config, torch.device("cpu"))
+        choose_weights(family, class_of(family, module), model.config, torch.device("cpu"))
 
 
 def test_transformers_5_5_returned_probabilities_under_the_name_of_logits():
@@ -102,7 +102,11 @@ def test_transformers_5_5_returned_probabilities_under_the_name_of_logits():
     module = Qwen3MoeTopKRouter(model.config)
     family = family_of(module)
     assert family is not None
-    assert choose_weights(family, module, model.config, torch.device("cpu")) is family.variants[1]
+    assert choose_weights(family, class_of(family, module), model.config, torch.device("cpu")) is family.variants[1]
+
+
+def test_every_family_of_the_installed_transformers_is_proven():
+    assert proven_families() == [family.name for family in FAMILIES]
 
 
 def test_every_family_has_a_tiny_model():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.worker import harness, routes
-from verl_sis.errors import SisStateError
+from verl_sis.errors import SisConfigError, SisStateError
 
 LAYOUTS = {
     "packed": {},
@@ -241,3 +241,29 @@ def test_nothing_of_the_routes_leaves_the_worker(build):
     worker = build(sis=None, replay={"mode": "R2"})
     rollout = harness.made_up_rollout([5, 1, 4, 7])
     assert set(harness.old_pass(worker, rollout).keys()) == {"log_probs", "entropy", "metrics"}
+
+
+class TestRefusedWhenTheActorIsBuilt:
+    """Before the first rollout, each with what to type."""
+
+    def test_one_expert_per_token_under_r3(self, tmp_path):
+        harness.prepare_environment()
+        model = harness.build_model_folder(tmp_path, experts_per_token=1)
+        with pytest.raises(SisConfigError, match=r"one expert per token.*Type \+routing_replay@_global_=r2"):
+            harness.build_worker(harness.Settings(model=model, sis=None, replay={}))
+        # R2 knows of every row whether it has a route.
+        worker = harness.build_worker(harness.Settings(model=model, sis=None, replay={"mode": "R2"}))
+        assert harness.step(worker, harness.made_up_rollout([5, 1, 4, 7]))["routing/disagreement"] == [0.0]
+
+    def test_verls_own_setting_without_the_preset(self, build):
+        from verl.workers.config.engine import EngineRouterReplayConfig
+
+        with pytest.raises(SisConfigError, match=r"set by hand.*Type \+routing_replay@_global_=r3"):
+            build(engine={"router_replay": EngineRouterReplayConfig(mode="R3")})
+
+
+def test_a_second_loss_function_does_not_hook_twice(build):
+    worker = build(sis=None, replay={})
+    worker.set_loss_fn(worker.loss_fn._loss_fn)
+    rollout = routes.native_routes(worker, harness.made_up_rollout([5, 1, 4, 7]))
+    assert harness.step(worker, rollout)["routing/tokens"] == [17.0]

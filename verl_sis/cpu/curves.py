@@ -13,7 +13,12 @@ PANELS = (
     (
         "train-inference mismatch",
         "log",
-        {"k3": "actor/mismatch/k3", "|dlogp| mean": "actor/mismatch/abs_log_ratio/mean"},
+        {
+            "k3": "actor/mismatch/k3",
+            "k3 without replay": "actor/mismatch/native/k3",
+            "k3 of trainer against itself": "actor/mismatch/floor/k3",
+            "|dlogp| mean": "actor/mismatch/abs_log_ratio/mean",
+        },
     ),
 )
 """Title, scale and lines (legend to metric) of each panel."""

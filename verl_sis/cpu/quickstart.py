@@ -4,6 +4,9 @@
 
 runs 30 GRPO steps with four mini-batch updates per rollout, with SIS (or, with ``--base``, without it), and writes to
 the output directory ``metrics.jsonl`` (one object a step, verl's names), ``curves.png`` and ``verl.log``.
+
+With ``+routing_replay@_global_=r3`` it does so in bfloat16, with a model of more experts and layers, and every step
+also measures the mismatch that there would be without replay.
 """
 
 import shlex
@@ -16,9 +19,11 @@ from rich.console import Console
 from verl_sis.cpu import curves, tiny_world
 from verl_sis.cpu.launch import RunResult, run_verl
 from verl_sis.cpu.run_metrics import HELD_OUT, format_step, print_table, read_verl_log, write_jsonl
+from verl_sis.cpu.tiny_model import ModelShape
+from verl_sis.cpu.warm_start import WarmStart
 
-# Fourteen columns of figures need more than the 80 that a pipe is given.
-_TABLE_WIDTH = 132
+# Seventeen columns of figures need more than the 80 that a pipe is given.
+_TABLE_WIDTH = 160
 
 SIS_OVERRIDES = ("+sis@_global_=grpo",)
 
@@ -40,6 +45,21 @@ OVERRIDES = (
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
 )
 """What the quickstart changes of verl's defaults; a user's own overrides come after these and win."""
+
+
+ROUTING_WORLD = tiny_world.TinyWorld(
+    shape=ModelShape(layers=4, experts=32, experts_per_token=4, expert_size=32), warm_start=WarmStart(steps=400)
+)
+"""The world under routing replay. With 8 experts the router of a trained model is too sure for engines to differ."""
+
+_REPLAY = "+routing_replay@_global_="
+
+ROUTING_OVERRIDES = (
+    "actor_rollout_ref.rollout.dtype=bfloat16",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}",
+    "actor_rollout_ref.actor.fsdp_config.router_replay.native_pass_every=1",
+)
+"""What the quickstart changes further under routing replay."""
 
 
 class _Progress:
@@ -69,7 +89,8 @@ def run(output: Path, overrides: list[str], base: bool, console: Console) -> int
     """
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    world = tiny_world.build(output.parent / "tiny_world")
+    replay = any(override.startswith(_REPLAY) for override in overrides)
+    world = tiny_world.build(output.parent / "tiny_world", ROUTING_WORLD if replay else None)
     raw, log = output / "verl_metrics.jsonl", output / "verl.log"
     raw.unlink(missing_ok=True)
     chosen = [
@@ -77,6 +98,7 @@ def run(output: Path, overrides: list[str], base: bool, console: Console) -> int
         *(() if base else SIS_OVERRIDES),
         f"trainer.default_local_dir={output / 'checkpoints'}",
         f"hydra.run.dir={output / 'hydra'}",
+        *(ROUTING_OVERRIDES if replay else ()),
         *overrides,
     ]
     console.print(f"tiny world: {world}\nlog: {log}\nverl starts in about a minute:", soft_wrap=True)

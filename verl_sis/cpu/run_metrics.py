@@ -37,6 +37,13 @@ COLUMNS = (
 )
 """Header, metric and format of each column of the table."""
 
+ROUTING_COLUMNS = (
+    ("native", "actor/mismatch/native/k3", "{:.1e}"),
+    ("floor", "actor/mismatch/floor/k3", "{:.1e}"),
+    ("routes", "actor/routing/disagreement", "{:.1e}"),
+)
+"""Columns of a run under routing replay: k3 without replay, k3 of the trainer against itself, routes that differ."""
+
 ABSENT = "-"
 
 
@@ -94,7 +101,11 @@ def format_cell(row: Row, metric: str, pattern: str) -> str:
 
 def format_step(row: Row) -> str:
     """One line about a step, for progress."""
-    cells = [f"{header} {format_cell(row, metric, pattern)}" for header, metric, pattern in COLUMNS if metric in row]
+    cells = [
+        f"{header} {format_cell(row, metric, pattern)}"
+        for header, metric, pattern in COLUMNS + ROUTING_COLUMNS
+        if metric in row
+    ]
     return "  ".join(cells)
 
 
@@ -106,8 +117,10 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
         console: Where to.
     """
     table = Table(title="one row per step; metrics of verl, prefix actor/ left out")
-    for header, _, _ in COLUMNS:
+    replayed = any(metric in row for row in rows for _, metric, _ in ROUTING_COLUMNS)
+    columns = COLUMNS + (ROUTING_COLUMNS if replayed else ())
+    for header, _, _ in columns:
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(format_cell(row, metric, pattern) for _, metric, pattern in COLUMNS))
+        table.add_row(*(format_cell(row, metric, pattern) for _, metric, pattern in columns))
     console.print(table)

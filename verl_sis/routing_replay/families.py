@@ -6,6 +6,7 @@ returns probabilities where 5.6 and later return logits), so each family lists i
 a fresh router's own weights bit for bit is taken (``choose_weights``).
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ class RouterFamily:
 
     Attributes:
         name: What people call the models, for messages.
+        modeling: Its package under ``transformers.models``.
         module_class: Name of the module class that chooses. Its ``forward`` returns ``(scores, weights, ids)``, unless
             ``method`` is set.
         variants: Arithmetic from scores to weights, the newest first.
@@ -73,22 +75,24 @@ class RouterFamily:
     """
 
     name: str
+    modeling: str
     module_class: str
     variants: tuple[Weights, ...]
     method: str | None = None
 
 
 _ALWAYS = (_softmax_of_logits(_normalized), _of_probabilities(_normalized))
+_BY_METHOD = "route_tokens_to_experts"
 _IF_SET = (_softmax_of_logits(_normalized_if_set), _of_probabilities(_normalized_if_set))
 
 FAMILIES: tuple[RouterFamily, ...] = (
-    RouterFamily("Qwen2-MoE", "Qwen2MoeTopKRouter", _IF_SET),
-    RouterFamily("Qwen3-MoE", "Qwen3MoeTopKRouter", _IF_SET),
-    RouterFamily("Qwen3.5-MoE", "Qwen3_5MoeTopKRouter", _ALWAYS),
-    RouterFamily("Mixtral", "MixtralTopKRouter", _ALWAYS),
-    RouterFamily("gpt-oss", "GptOssTopKRouter", (_softmax_of_chosen,)),
-    RouterFamily("DeepSeek-V3", "DeepseekV3MoE", (_scaled_sigmoid,), method="route_tokens_to_experts"),
-    RouterFamily("GLM-4-MoE", "Glm4MoeMoE", (_scaled_sigmoid,), method="route_tokens_to_experts"),
+    RouterFamily("Qwen2-MoE", "qwen2_moe", "Qwen2MoeTopKRouter", _IF_SET),
+    RouterFamily("Qwen3-MoE", "qwen3_moe", "Qwen3MoeTopKRouter", _IF_SET),
+    RouterFamily("Qwen3.5-MoE", "qwen3_5_moe", "Qwen3_5MoeTopKRouter", _ALWAYS),
+    RouterFamily("Mixtral", "mixtral", "MixtralTopKRouter", _ALWAYS),
+    RouterFamily("gpt-oss", "gpt_oss", "GptOssTopKRouter", (_softmax_of_chosen,)),
+    RouterFamily("DeepSeek-V3", "deepseek_v3", "DeepseekV3MoE", (_scaled_sigmoid,), _BY_METHOD),
+    RouterFamily("GLM-4-MoE", "glm4_moe", "Glm4MoeMoE", (_scaled_sigmoid,), _BY_METHOD),
 )
 """The supported families. A new one needs a line here and a row in ``tests/routing_replay/models.py``."""
 
@@ -102,15 +106,20 @@ def family_of(module: nn.Module) -> RouterFamily | None:
     return next((family for family in FAMILIES if family.module_class in names), None)
 
 
-def choose_weights(family: RouterFamily, module: nn.Module, config: Any, device: torch.device) -> Weights:
+def class_of(family: RouterFamily, module: nn.Module) -> type[nn.Module]:
+    """The class of a module that its family names, under whatever wraps it."""
+    return next(base for base in type(module).__mro__ if base.__name__ == family.module_class)
+
+
+def choose_weights(family: RouterFamily, module_class: type[nn.Module], config: Any, device: torch.device) -> Weights:
     """The variant of a family that the installed transformers has, proven on a fresh router.
 
     The model's own routers may be sharded at this point, so one of the same class and configuration is built, with
     random weights; its experts stay on the meta device.
 
     Args:
-        family: Family of ``module``.
-        module: A module of the model, for its class.
+        family: A family.
+        module_class: Its class in the model.
         config: Configuration of the text model, which the class is built from.
         device: Where the model runs.
 
@@ -120,7 +129,6 @@ def choose_weights(family: RouterFamily, module: nn.Module, config: Any, device:
     Raises:
         SisConfigError: If no variant does.
     """
-    module_class = next(base for base in type(module).__mro__ if base.__name__ == family.module_class)
     probes = [_Probe(family, module_class, config, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     for variant in family.variants:
         if all(probe.reproduced_by(variant) for probe in probes):
@@ -130,6 +138,23 @@ def choose_weights(family: RouterFamily, module: nn.Module, config: Any, device:
         f"{family.module_class} gives other weights for its own choices than any of them. Install transformers "
         ">=5.5.3,<5.11, or train without +routing_replay@_global_=..."
     )
+
+
+def proven_families() -> list[str]:
+    """Names of the families that the installed transformers has, each proven on a router of its default size.
+
+    Raises:
+        SisConfigError: If one has another arithmetic than any known variant.
+    """
+    from transformers import AutoConfig
+
+    names = []
+    for family in FAMILIES:
+        modeling = importlib.import_module(f"transformers.models.{family.modeling}.modeling_{family.modeling}")
+        config = AutoConfig.for_model(family.modeling).get_text_config()
+        choose_weights(family, getattr(modeling, family.module_class), config, torch.device("cpu"))
+        names.append(family.name)
+    return names
 
 
 class _Probe:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from verl_sis.errors import SisConfigError
-from verl_sis.routing_replay.families import FAMILIES, RouterFamily, Weights, choose_weights, family_of
+from verl_sis.routing_replay.families import FAMILIES, RouterFamily, Weights, choose_weights, class_of, family_of
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
@@ -72,8 +72,8 @@ def find_routers(model: nn.Module, config: Any, device: torch.device) -> list[Ro
             )
         found[layer] = name, module, family
     _check_coverage(model, found, sparse)
-    first = next(iter(found.values()))
-    weights = choose_weights(first[2], first[1], config, device)
+    _, module, family = next(iter(found.values()))
+    weights = choose_weights(family, class_of(family, module), config, device)
     return [_router(layer, *found[layer], weights) for layer in sorted(found)]
 
 

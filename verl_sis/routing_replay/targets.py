@@ -158,10 +158,11 @@ def _check_choices(
     routes: torch.Tensor, present: torch.Tensor, data: TensorDict, experts: int, layers: list[int]
 ) -> None:
     """Each route must be K distinct experts of the model, in every layer."""
-    ordered = routes.sort(dim=-1).values
-    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
-    outside = (ordered[..., 0] < 0) | (ordered[..., -1] >= experts)
-    wrong = (repeated | outside) & present[:, None]
+    wrong = torch.empty(routes.shape[:2], dtype=torch.bool, device=routes.device)
+    for column in range(routes.shape[1]):  # one layer at a time: the indices of a sort are int64
+        ordered = routes[:, column].sort(dim=-1).values
+        repeated = (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
+        wrong[:, column] = (repeated | (ordered[:, 0] < 0) | (ordered[:, -1] >= experts)) & present
     if bool(wrong.any()):
         token, column = wrong.nonzero()[0].tolist()
         sample, position = _locate(token, data)

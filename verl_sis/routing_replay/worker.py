@@ -51,24 +51,29 @@ class RoutingReplayWorker(TrainingWorker):
                 f"router_replay.mode={config.mode!r} was set by hand; verl's FSDP engine ignores it. Type "
                 f"+routing_replay@_global_={config.mode.lower()}"
             )
+        if self._passes is None:
+            self._replay_config = config
+            self._passes = self._install(config)
+        self._pending = RoutingReport()
+        self.loss_fn = _ReportingLoss(self.loss_fn, self._report_of_micro_batch)
+
+    def _install(self, config: RoutingReplayConfig) -> RoutingPasses:
+        """Hook the routers of this worker's model, once."""
         model_config = verl_compat.text_config(self.engine)
-        routers = find_routers(verl_compat.model_of(self.engine), model_config, verl_compat.device_of(self.engine))
-        replay = RoutingReplay(routers)
-        if config.mode == "R3" and replay.experts_per_token == 1:
+        routers = find_routers(verl_compat.model_of(self.engine), model_config, verl_compat.current_device())
+        first = routers[0]
+        if config.mode == "R3" and first.experts_per_token == 1:
             raise SisConfigError(
                 "R3 cannot replay a model with one expert per token: verl carries a missing route as expert 0, which "
                 "is then a possible choice. Type +routing_replay@_global_=r2, or train without routing replay"
             )
-        self._replay_config = config
-        self._passes = RoutingPasses(self.engine, replay)
-        self._pending = RoutingReport()
-        self.loss_fn = _ReportingLoss(self.loss_fn, self._report_of_micro_batch)
         if self.rank == 0:
             logger.info(
                 "routing replay %s active: %s, %d of %d decoder layers, %d of %d experts per token",
-                *(config.mode, routers[0].family.name, len(routers)),
-                *(model_config.num_hidden_layers, replay.experts_per_token, replay.experts),
+                *(config.mode, first.family.name, len(routers)),
+                *(model_config.num_hidden_layers, first.experts_per_token, first.experts),
             )
+        return RoutingPasses(self.engine, RoutingReplay(routers))
 
     def reports_mismatch(self) -> bool:
         """Whether ``mismatch/*`` is this worker's to report."""

@@ -38,7 +38,14 @@ from verl_sis.verl_compat.checks import (
     vocab_size,
 )
 from verl_sis.verl_compat.contract import CONTRACT, Touchpoint
-from verl_sis.verl_compat.engine import around_forward, check_model_rows, device_of, model_of, model_rows, text_config
+from verl_sis.verl_compat.engine import (
+    around_forward,
+    check_model_rows,
+    current_device,
+    model_of,
+    model_rows,
+    text_config,
+)
 
 __all__ = [
     "CONTRACT",
@@ -56,7 +63,7 @@ __all__ = [
     "check_registered_loss",
     "check_version",
     "contract_problems",
-    "device_of",
+    "current_device",
     "gather_packed",
     "gather_packed_integers",
     "installed_verl",

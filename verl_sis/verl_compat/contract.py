@@ -135,6 +135,64 @@ CONTRACT: tuple[Touchpoint, ...] = (
         ),
     ),
     Touchpoint(
+        "verl.workers.engine.fsdp.transformer_impl",
+        "FSDPEngineWithLMHead.prepare_model_inputs",
+        "Routing replay: framed to arm each micro-batch's routes. The steps that lay out the tokens are repeated on "
+        "their indices (verl_compat.engine.model_rows), so they must be these, in this order.",
+        parameters=("self", "micro_batch"),
+        fragments=(
+            "static_pad_size = self._get_packed_pad_size(input_ids_rmpad.size(-1))",
+            "ulysses_pad_and_slice_inputs(",
+            "torch.nested.to_padded_tensor(",
+        ),
+    ),
+    Touchpoint(
+        "verl.workers.engine.fsdp.transformer_impl",
+        "FSDPEngineWithLMHead.forward_step",
+        "Routing replay: the model must run once between the two framed methods, which are called by keyword.",
+        fragments=(
+            "self.prepare_model_inputs(micro_batch=micro_batch)",
+            "raw_output = self.module(",
+            "self.prepare_model_outputs(\n                output=raw_output, output_args=output_args, "
+            "micro_batch=micro_batch, logits_processor_func=loss_function",
+        ),
+    ),
+    Touchpoint(
+        "verl.workers.engine.utils",
+        "pad_packed_inputs",
+        "Routing replay: static padding of token indices, as verl pads the tokens.",
+        parameters=("input_ids_rmpad", "position_ids_rmpad", "pad_size", "pad_value"),
+    ),
+    Touchpoint(
+        "verl.utils.ulysses",
+        "ulysses_pad_and_slice_inputs",
+        "Routing replay: the slice of token indices of a sequence-parallel rank.",
+        parameters=("input_ids_rmpad", "position_ids_rmpad", "sp_size", "pad_value"),
+    ),
+    Touchpoint(
+        "verl.workers.config.engine",
+        "EngineConfig",
+        "Routing replay: the section of every engine's configuration that the presets fill. Ours goes when verl's FSDP "
+        "engine replays routes itself (https://github.com/verl-project/verl/issues/5392).",
+        parameters=("router_replay",),
+    ),
+    Touchpoint(
+        "verl.experimental.agent_loop.agent_loop",
+        "AgentLoopOutput.as_dict",
+        "Routing replay: the rollout engine's routes by absolute position, missing rows as zeros, in int16.",
+        fragments=(
+            'output["routed_experts"] = aligned',
+            "aligned = routed_experts.new_zeros((total_length,",
+            "torch.int16",
+        ),
+    ),
+    Touchpoint(
+        "verl.utils.tensordict_utils",
+        "index_select_tensor_dict",
+        "Routing replay: the samples of a comparison pass in reverse order.",
+        parameters=("batch", "indices"),
+    ),
+    Touchpoint(
         "verl.workers.utils.padding",
         "no_padding_2_padding",
         "Slices the response part, shifted by one, out of per-token outputs.",

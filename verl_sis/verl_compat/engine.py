@@ -20,12 +20,12 @@ def model_of(engine: Any) -> torch.nn.Module:
     return engine.module
 
 
-def device_of(engine: Any) -> torch.device:
-    """Where an engine's model runs."""
+def current_device() -> torch.device:
+    """Where verl runs the models of this process."""
     from verl.utils.device import get_device_id, get_device_name
 
-    del engine
-    return torch.device(get_device_name(), get_device_id()) if get_device_name() != "cpu" else torch.device("cpu")
+    name = get_device_name()
+    return torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
 
 
 def model_rows(engine: Any, data: TensorDict) -> torch.Tensor:
