@@ -35,7 +35,7 @@ def main(world: Path, output: Path) -> None:
         str(world / "model"),
         dtype="bfloat16",
         enforce_eager=True,
-        max_model_len=128,
+        max_model_len=60,
         max_num_seqs=64,
         gpu_memory_utilization=0.1,
         enable_return_routed_experts=True,

@@ -111,11 +111,13 @@ def check_agreement(pooled: RoutingStatistics, least: float) -> None:
 
     Args:
         pooled: Statistics of a replay at equal weights, experts counted.
-        least: Least chance-corrected agreement of any layer and region.
+        least: Least chance-corrected agreement of any layer and region; 0 switches the alarm off.
 
     Raises:
         SisStateError: If any is lower.
     """
+    if not least:
+        return
     agreement = pooled.agreement()
     for region, by_layer in zip(REGIONS, agreement.tolist(), strict=True):
         for layer, value in zip(pooled.layers, by_layer, strict=True):

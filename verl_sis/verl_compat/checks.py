@@ -93,10 +93,8 @@ def is_fsdp_engine(engine: Any) -> bool:
     """Whether an engine is verl's FSDP engine for language models. VeOmni's derives from it and is not."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    if not isinstance(engine, FSDPEngineWithLMHead):
-        return False
-    config: Any = engine.engine_config
-    return config.strategy in ("fsdp", "fsdp2")
+    fsdp: Any = FSDPEngineWithLMHead  # verl's registration decorator hides its class from type checkers
+    return isinstance(engine, fsdp) and engine.engine_config.strategy in ("fsdp", "fsdp2")
 
 
 def check_engine(engine: Any) -> None:
