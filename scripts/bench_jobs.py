@@ -4,7 +4,6 @@ The measured objects are the ones that verl's engines call (``verl_sis.integrati
 every row but one per sequence predicts a response token: prompts, which SIS skips, only lower its share.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,8 +18,6 @@ from verl_sis.integration.passes import OldPass, UpdatePass
 from verl_sis.integration.policy_loss import sis_policy_loss
 from verl_sis.integration.store import TopKStore
 from verl_sis.verl_compat import SAMPLE_KEY, sample_keys
-
-Job = Callable[[], Any]
 
 
 @dataclass(frozen=True)

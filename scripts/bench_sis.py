@@ -25,8 +25,9 @@ from unittest import mock
 
 import torch
 import typer
-from bench_jobs import Job, MicroBatch, Shape, SisJobs, StraightforwardJobs
-from bench_timing import environment, peak_bytes, time_in_turn, write_json
+from bench_jobs import MicroBatch, Shape, SisJobs, StraightforwardJobs
+from bench_timing import Job, environment, peak_bytes, time_in_turn, write_json
+from bench_worker import measure_worker_passes
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TARGETS = {"old pass": 0.7, "update pass": 0.05, "peak memory": 1.0, "bytes per token": 0.0, "step time": 1.05}
 RUN_OVERRIDES = ("trainer.total_training_steps=16", "trainer.val_before_train=false", "trainer.test_freq=-1")
+WORKER_ROUNDS = 30
 FIRST_STEP = 5
 """Steps before this one warm up and are left out of the step time."""
 
@@ -214,6 +216,13 @@ def main(
         console.print(
             f"step time with SIS over without: {record['step_time']['ratio_of_medians']:.3f} (target "
             f"{TARGETS['step time']}); pair by pair {ratios}"
+        )
+        record["worker_passes"] = in_cpu_process(measure_worker_passes, WORKER_ROUNDS)
+        extra = record["worker_passes"]["extra_s"]
+        step = statistics.median(step for run in record["step_time"]["steps_s"]["base"] for step in run)
+        console.print(
+            f"of that, the two passes that SIS touches, measured alone: {1000 * extra['old pass']:+.0f} ms in the old "
+            f"pass, {1000 * extra['update']:+.0f} ms in the update, {sum(extra.values()) / step:+.1%} of a step"
         )
     if json_file is not None:
         write_json(record, json_file)

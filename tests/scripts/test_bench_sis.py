@@ -91,3 +91,16 @@ def test_step_time_alternates_and_leaves_the_first_steps_out(bench_sis, tmp_path
     assert found["ratio_of_pairs"] == [1.25, 1.25]
     assert found["steps_s"]["base"] == [[4.0] * 4] * 2
     assert found["response_length"] == {"SIS": [7.0, 7.0], "base": [7.0, 7.0]}
+
+
+def test_the_two_passes_alone_are_timed_in_turn(bench_sis, monkeypatch, tmp_path):
+    from tests.worker import harness
+
+    worker = sys.modules["bench_worker"]
+    monkeypatch.setattr(worker, "RESPONSES", 8)
+    monkeypatch.setattr(worker, "MINI_BATCH", 4)
+    found = worker.measure_worker_passes(2, harness.build_model_folder(tmp_path))
+    for name, ways in found["seconds"].items():
+        assert len(ways["SIS"]) == len(ways["base"]) == 2
+        middle = {way: sum(values) / 2 for way, values in ways.items()}
+        assert found["extra_s"][name] == pytest.approx(middle["SIS"] - middle["base"])

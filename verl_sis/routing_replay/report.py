@@ -55,9 +55,9 @@ def report_metrics(total: RoutingReport, by_age: list[RoutingReport]) -> dict[st
         by_age: Each mini-batch, by its age in optimizer steps.
 
     Returns:
-        ``routing/*`` at equal weights (in bypass mode, which has no such pass, of the first mini-batch), ``routing/
-        disagreement_by_age/{age}`` of the update, and ``mismatch/*``, ``mismatch/native/*``, ``mismatch/floor/*`` where
-        they were measured.
+        ``routing/*`` at equal weights (in bypass mode and under R2, whose old pass replays nothing, of the first
+        mini-batch), ``routing/disagreement_by_age/{age}`` of the update, and ``mismatch/*``, ``mismatch/native/*``,
+        ``mismatch/floor/*`` where they were measured.
     """
     first = by_age[0].update if by_age else total.update
     at_equal_weights = total.equal_weights if total.equal_weights.layers else first
