@@ -20,8 +20,9 @@ MAY_IMPORT = {
     "routing_replay": {"config", "core", "errors", "verl_compat"},
     "integration": {"", "config", "core", "errors", "register", "routing_replay", "verl_compat", "cpu"},
     "register": {"", "core", "cpu", "errors", "integration", "verl_compat"},
+    "study": {"core", "errors"},
     "cpu": {"errors", "cpu"},
-    "__main__": {"", "core", "config", "cpu", "doctor", "errors", "integration", "register", "verl_compat"},
+    "__main__": {"doctor", "study"},
     "doctor": {"", "core", "config", "cpu", "errors", "integration", "register", "routing_replay", "verl_compat"},
 }
 """Which part of the package may import which; a part may always import itself."""

@@ -1,0 +1,1 @@
+"""Studies away from training: what the estimators do, by exact enumeration."""
