@@ -21,7 +21,7 @@ from verl_sis.errors import SisConfigError, SisStateError
 from verl_sis.integration.base_loss import check_uses_ratio, resolve_base_loss
 from verl_sis.integration.passes import STATISTICS, OldPass, UpdatePass
 from verl_sis.integration.store import TopKStore
-from verl_sis.verl_compat import SAMPLE_KEY, is_old_pass, sample_keys
+from verl_sis.verl_compat import is_old_pass
 
 logger = logging.getLogger("verl_sis")
 logger.setLevel(os.getenv("VERL_SIS_LOGGING_LEVEL", "INFO"))
@@ -84,7 +84,7 @@ class SisTrainingWorker(TrainingWorker):
         if self._update_pass is None or not is_old_pass(data):
             return super().infer_batch(data)
         self._store.clear()
-        data[SAMPLE_KEY] = sample_keys(data)
+        verl_compat.attach_sample_keys(data)
         tu.assign_non_tensor(data, compute_loss=True, **{verl_compat.LOGITS_HOOK_FLAG: True})
         with self._loss_function(self._old_pass):
             return super().infer_batch(data)
@@ -107,7 +107,7 @@ class SisTrainingWorker(TrainingWorker):
         """Run one optimizer update with acceptance tests."""
         if self._update_pass is None:
             return super().train_batch(data)
-        data[SAMPLE_KEY] = sample_keys(data)
+        verl_compat.attach_sample_keys(data)
         tu.assign_non_tensor(data, **{verl_compat.LOGITS_HOOK_FLAG: True})
         output = super().train_batch(data)
         self._update_pass.update += 1
@@ -161,22 +161,9 @@ class SisTrainingWorker(TrainingWorker):
             self.loss_fn = previous
 
 
-def _merged(found: Any) -> PooledStatistics:
-    """Merge statistics out of the nested lists (ranks, micro-batches) that verl's metric exchange makes."""
-    pooled = PooledStatistics()
-    queue = [found]
-    while queue:
-        item = queue.pop()
-        if isinstance(item, PooledStatistics):
-            pooled.merge(item)
-        else:
-            queue.extend(item)
-    return pooled
-
-
 def _pool(metrics: dict[str, Any]) -> dict[str, Any]:
     """Replace the statistics of all ranks and micro-batches of one update by their merger, and check alignment."""
-    pooled = _merged(metrics.pop(STATISTICS))
+    pooled = verl_compat.merge_exchanged(PooledStatistics(), metrics.pop(STATISTICS))
     tokens = pooled.sums["tokens"]
     gap = pooled.sums["stored_gap"] / tokens if tokens else 0.0
     if not gap <= ALIGNMENT_TOLERANCE:
@@ -203,7 +190,7 @@ def _pool_and_report(metrics: dict[str, Any]) -> dict[str, Any]:
 def _by_age(metrics: dict[str, Any]) -> dict[str, Any]:
     """Metrics over all mini-batches of an update, and two rates of each by its age in optimizer steps."""
     updates = metrics.pop(STATISTICS)
-    metrics.update(_report(_merged(updates)))
+    metrics.update(_report(verl_compat.merge_exchanged(PooledStatistics(), updates)))
     for age, pooled in enumerate(updates):
         values = sis_metrics(pooled)
         for rate in ("accept_rate", "in_topk_rate"):

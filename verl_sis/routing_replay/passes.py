@@ -84,7 +84,7 @@ class RoutingPasses:
         tokens, ends = verl_compat.packed(data, "input_ids")
         recording = verl_compat.gather_packed_integers(self.replay.recording())
         index = verl_compat.gather_packed_integers(rows.packed_index)
-        real = index >= 0
+        real = index != verl_compat.NO_TOKEN
         if int(real.sum()) != len(tokens):
             raise SisStateError(f"recorded the routes of {int(real.sum())} tokens, expected {len(tokens)}")
         routes = recording.new_empty((len(tokens), *recording.shape[1:]))

@@ -33,19 +33,6 @@ class RoutingReport:
         for name in ("equal_weights", "update", "mismatch", "native", "floor"):
             getattr(self, name).merge(getattr(other, name))
 
-    @classmethod
-    def merged(cls, found: object) -> "RoutingReport":
-        """Merge reports out of the nested lists (ranks, micro-batches) that verl's metric exchange makes."""
-        total = cls()
-        queue = [found]
-        while queue:
-            item = queue.pop()
-            if isinstance(item, RoutingReport):
-                total.merge(item)
-            elif isinstance(item, list | tuple):
-                queue.extend(item)
-        return total
-
 
 def report_metrics(total: RoutingReport, by_age: list[RoutingReport]) -> dict[str, float]:
     """Metrics of one step.

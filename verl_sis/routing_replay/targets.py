@@ -14,16 +14,14 @@ from verl_sis.errors import SisStateError
 ROUTES = "routed_experts"
 """Column ``[B, j, L, K]`` int16 in which verl carries the rollout engine's choices, nested over tokens."""
 
-NO_TOKEN = -1
-"""Packed index of a row that holds no token, i.e. padding."""
-
 
 @dataclass(frozen=True)
 class Rows:
     """What each row that this rank's routers see stands for.
 
     Attributes:
-        packed_index: int64 ``[n]``, index of the row's token in the packed micro-batch, or ``NO_TOKEN``.
+        packed_index: int64 ``[n]``, index of the row's token in the packed micro-batch; ``NO_TOKEN`` of
+            ``verl_compat`` for padding.
         region: int64 ``[n]``, ``RESPONSE`` where the row predicts a response token, else ``PROMPT``.
         last: bool ``[n]``, last token of its sequence: no engine ever feeds it.
     """
@@ -48,12 +46,14 @@ class Rows:
             last[end - 1] = True
         known = packed_index.clamp(min=0)
         device = packed_index.device
-        return cls(packed_index, region.to(device)[known], last.to(device)[known] & (packed_index >= 0))
+        return cls(
+            packed_index, region.to(device)[known], last.to(device)[known] & (packed_index != verl_compat.NO_TOKEN)
+        )
 
     @property
     def real(self) -> torch.Tensor:
         """Rows that hold a token, bool ``[n]``."""
-        return self.packed_index >= 0
+        return self.packed_index != verl_compat.NO_TOKEN
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from verl_sis.routing_replay.controller import RoutingReplay
 from verl_sis.routing_replay.passes import PASS, RECORD, REPLAY_RECORDED, REPLAY_ROLLOUT, RoutingPasses, check_agreement
 from verl_sis.routing_replay.report import REPORT, RoutingReport, report_metrics
 from verl_sis.routing_replay.routers import find_routers
-from verl_sis.verl_compat import SAMPLE_KEY
 
 logger = logging.getLogger("verl_sis")
 
@@ -128,7 +127,7 @@ class RoutingReplayWorker(TrainingWorker):
         """Have the forward passes of a batch do ``what``, and leave nothing behind, not even after an exception."""
         assert self._passes is not None
         if what != REPLAY_ROLLOUT:
-            data[SAMPLE_KEY] = verl_compat.sample_keys(data)
+            verl_compat.attach_sample_keys(data)
         tu.assign_non_tensor(data, **{PASS: what})
         self._passes.count = count
         try:
@@ -144,23 +143,26 @@ class RoutingReplayWorker(TrainingWorker):
         assert self._passes is not None
         report, self._pending = self._pending, RoutingReport()
         report.update = self._passes.take()
-        in_bypass = self._replay_config.run.bypass_mode
-        if in_bypass and self._age == 0:
+        if self._replay_config.run.bypass_mode and self._age == 0:
             check_agreement(report.update, self._replay_config.min_agreement)
-        if "rollout_log_probs" in data and (in_bypass or self.reports_mismatch()) and (self._age == 0 or not in_bypass):
-            # In bypass mode old_log_probs are the rollout engine's own; the trainer's are at hand in the update, and
-            # are those of equal weights in its first mini-batch.
-            trainer = (
-                verl_compat.response_columns(model_output["log_probs"].detach(), data)
-                if in_bypass
-                else verl_compat.padded(data, "old_log_probs")
-            )
+        trainer = self._trainer_log_probs(data, model_output)
+        if trainer is not None:
             report.mismatch = mismatch_statistics(
                 mask=verl_compat.padded(data, "response_mask").bool(),
                 old_log_prob=trainer.float(),
                 rollout_log_prob=verl_compat.padded(data, "rollout_log_probs").float(),
             )
         return report
+
+    def _trainer_log_probs(self, data: TensorDict, model_output: dict[str, Any]) -> torch.Tensor | None:
+        """The trainer's log-probs ``[B, T]`` at the weights of the rollout, where ``mismatch/*`` is ours to report."""
+        if not self.reports_mismatch() or "rollout_log_probs" not in data:
+            return None
+        if not self._replay_config.run.bypass_mode:
+            return verl_compat.padded(data, "old_log_probs")
+        # In bypass mode old_log_probs are the rollout engine's own; the trainer's are at hand in the update, and are
+        # those of equal weights in its first mini-batch.
+        return verl_compat.response_columns(model_output["log_probs"].detach(), data) if self._age == 0 else None
 
     def _compare_natively(self, data: TensorDict) -> None:
         """Score the samples twice without replay, and compare with the rollout engine and with each other."""
@@ -202,7 +204,7 @@ class _ReportingLoss:
 
 def _pool(metrics: dict[str, Any]) -> dict[str, Any]:
     """Replace the reports of all ranks and micro-batches of one update by their merger."""
-    return {**metrics, REPORT: RoutingReport.merged(metrics.pop(REPORT))}
+    return {**metrics, REPORT: verl_compat.merge_exchanged(RoutingReport(), metrics.pop(REPORT))}
 
 
 def _as_lists(values: dict[str, float]) -> dict[str, list[float]]:
@@ -210,10 +212,10 @@ def _as_lists(values: dict[str, float]) -> dict[str, list[float]]:
 
 
 def _pool_and_report(metrics: dict[str, Any]) -> dict[str, Any]:
-    total = RoutingReport.merged(metrics.pop(REPORT))
+    total = verl_compat.merge_exchanged(RoutingReport(), metrics.pop(REPORT))
     return {**metrics, **_as_lists(report_metrics(total, [total]))}
 
 
 def _report_by_age(metrics: dict[str, Any]) -> dict[str, Any]:
-    updates = [RoutingReport.merged(update) for update in metrics.pop(REPORT)]
-    return {**metrics, **_as_lists(report_metrics(RoutingReport.merged(updates), updates))}
+    updates = [verl_compat.merge_exchanged(RoutingReport(), update) for update in metrics.pop(REPORT)]
+    return {**metrics, **_as_lists(report_metrics(verl_compat.merge_exchanged(RoutingReport(), updates), updates))}

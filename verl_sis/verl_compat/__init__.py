@@ -8,10 +8,12 @@ that uses SIS and in ``verl-sis doctor``. Nothing of verl is replaced here: SIS 
 from verl_sis.verl_compat.batch import (
     LOGITS_HOOK_FLAG,
     SAMPLE_KEY,
+    attach_sample_keys,
     gather_packed,
     gather_packed_integers,
     is_old_pass,
     log_probs_keep_float32,
+    merge_exchanged,
     packed,
     padded,
     response_columns,
@@ -39,6 +41,7 @@ from verl_sis.verl_compat.checks import (
 )
 from verl_sis.verl_compat.contract import CONTRACT, Touchpoint
 from verl_sis.verl_compat.engine import (
+    NO_TOKEN,
     around_forward,
     check_model_rows,
     current_device,
@@ -50,12 +53,14 @@ from verl_sis.verl_compat.engine import (
 __all__ = [
     "CONTRACT",
     "LOGITS_HOOK_FLAG",
+    "NO_TOKEN",
     "PLUGIN_NAME",
     "SAMPLE_KEY",
     "SUPPORTED_VERL",
     "Touchpoint",
     "actor_config_of",
     "around_forward",
+    "attach_sample_keys",
     "check_contract",
     "check_engine",
     "check_model_rows",
@@ -70,6 +75,7 @@ __all__ = [
     "is_fsdp_engine",
     "is_old_pass",
     "log_probs_keep_float32",
+    "merge_exchanged",
     "model_of",
     "model_rows",
     "packed",

@@ -4,10 +4,17 @@ import functools
 import hashlib
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from tensordict import TensorDict
+
+
+class _Merges(Protocol):
+    def merge(self, other: Any) -> None: ...
+
+
+Mergeable = TypeVar("Mergeable", bound=_Merges)
 
 LOGITS_HOOK_FLAG = "distillation_use_topk"
 """Non-tensor flag of a batch under which verl's engines call the loss function with ``student_logits=`` first."""
@@ -74,6 +81,12 @@ def sample_keys(data: TensorDict) -> torch.Tensor:
     return torch.tensor(keys, dtype=torch.int64)
 
 
+def attach_sample_keys(data: TensorDict) -> None:
+    """Add the column ``SAMPLE_KEY``, once: the keys are a function of the tokens."""
+    if SAMPLE_KEY not in data:
+        data[SAMPLE_KEY] = sample_keys(data)
+
+
 def is_old_pass(data: TensorDict) -> bool:
     """Whether a forward pass of the actor scores the samples that will be trained on.
 
@@ -108,6 +121,26 @@ def with_metrics(output: Any, transform: Callable[[dict[str, Any]], dict[str, An
     if output is not None:
         tu.assign_non_tensor(output, metrics=transform(dict(tu.get(output, "metrics"))))
     return output
+
+
+def merge_exchanged(total: Mergeable, found: Any) -> Mergeable:
+    """Merge statistics into ``total`` out of the nested lists (ranks, micro-batches) that verl's metric exchange makes.
+
+    Args:
+        total: What to merge into.
+        found: One of the same class, or iterables of them, nested to any depth.
+
+    Returns:
+        ``total``.
+    """
+    queue = [found]
+    while queue:
+        item = queue.pop()
+        if isinstance(item, type(total)):
+            total.merge(item)
+        else:
+            queue.extend(item)
+    return total
 
 
 def sequence_parallel_size() -> int:

@@ -7,7 +7,10 @@ import torch
 from tensordict import TensorDict
 
 from verl_sis.errors import SisStateError
-from verl_sis.verl_compat.batch import packed
+from verl_sis.verl_compat.batch import packed, sequence_parallel_size
+
+NO_TOKEN = -1
+"""Packed index of a row that holds no token, i.e. padding."""
 
 
 def text_config(engine: Any) -> Any:
@@ -29,7 +32,7 @@ def current_device() -> torch.device:
 
 
 def model_rows(engine: Any, data: TensorDict) -> torch.Tensor:
-    """Packed index of the token in each row that the decoder layers of this rank see; -1 for padding.
+    """Packed index of the token in each row that the decoder layers of this rank see; ``NO_TOKEN`` for padding.
 
     Indices go through the very functions of verl that pad and slice ``input_ids`` in ``prepare_model_inputs``: packing,
     static padding and Ulysses slices, or rows padded to the longest.
@@ -50,11 +53,11 @@ def model_rows(engine: Any, data: TensorDict) -> torch.Tensor:
     if not tu.get_non_tensor_data(data, "use_remove_padding", True):
         jagged = torch.nested.nested_tensor_from_jagged(index, column.offsets())
         shape = (len(column), int(column.offsets().diff().max()))
-        return torch.nested.to_padded_tensor(jagged, padding=-1, output_size=shape).flatten()
+        return torch.nested.to_padded_tensor(jagged, padding=NO_TOKEN, output_size=shape).flatten()
     static_pad: int = engine._get_packed_pad_size(len(index))
-    row, _ = pad_packed_inputs(index[None], None, static_pad, pad_value=-1)
+    row, _ = pad_packed_inputs(index[None], None, static_pad, pad_value=NO_TOKEN)
     if engine.use_ulysses_sp:
-        row, _, _ = ulysses_pad_and_slice_inputs(row, sp_size=engine.ulysses_sequence_parallel_size, pad_value=-1)
+        row, _, _ = ulysses_pad_and_slice_inputs(row, sp_size=engine.ulysses_sequence_parallel_size, pad_value=NO_TOKEN)
     return row.squeeze(0)
 
 
@@ -68,11 +71,11 @@ def check_model_rows(rows: torch.Tensor, data: TensorDict, model_inputs: dict[st
     """
     fed = model_inputs["input_ids"].reshape(-1)
     tokens, _ = packed(data, "input_ids")
+    if len(fed) == len(rows) * sequence_parallel_size() != len(rows):
+        return
     if len(fed) != len(rows):
-        if len(fed) % len(rows) == 0:
-            return
         raise SisStateError(f"verl's engine feeds {len(fed)} tokens, expected {len(rows)}: its padding is not as known")
-    wrong = (tokens[rows.clamp(min=0)] != fed) & (rows >= 0)
+    wrong = (tokens[rows.clamp(min=0)] != fed) & (rows != NO_TOKEN)
     if bool(wrong.any()):
         raise SisStateError(
             f"verl's engine feeds other tokens than expected in {int(wrong.sum())} of {len(rows)} rows: routes would "
