@@ -77,6 +77,17 @@ def find_routers(model: nn.Module, config: Any, device: torch.device) -> list[Ro
     return [_router(layer, *found[layer], weights) for layer in sorted(found)]
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether a decoder layer of a model is a mixture of experts, of a known family or not.
+
+    Args:
+        model: Any transformers model, on any device.
+    """
+    return any(
+        _LAYER.search(name) and (_EXPERTS.search(name) or family_of(module)) for name, module in model.named_modules()
+    )
+
+
 def _check_coverage(model: nn.Module, found: dict[int, Any], sparse: dict[int, str]) -> None:
     known = ", ".join(family.name for family in FAMILIES)
     uncovered = sorted(set(sparse) - set(found))
