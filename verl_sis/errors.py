@@ -23,3 +23,7 @@ class SisStateError(SisError, RuntimeError):
 
 class SisShapeError(SisError, ValueError):
     """A tensor does not have the shape or dtype that the mathematics needs."""
+
+
+class StudyFileError(SisError, ValueError):
+    """A file given to a study cannot be read, is corrupt, or is not of a kind that the study knows."""

@@ -11,6 +11,7 @@ KINDS = {
     errors.SisConfigError: ValueError,
     errors.SisShapeError: ValueError,
     errors.SisStateError: RuntimeError,
+    errors.StudyFileError: ValueError,
     errors.VerlContractError: RuntimeError,
 }
 

@@ -7,7 +7,7 @@ import pytest
 
 from verl_sis.errors import SisShapeError, StudyFileError
 from verl_sis.records.read import TokenFile, open_study
-from verl_sis.records.schema import COLUMNS, FOOTER_KEY, PAIRS, VERSION, Header
+from verl_sis.records.schema import COLUMNS, FOOTER_KEY, PAIRS, VERSION, Header, width_of
 from verl_sis.records.write import ROWS_PER_GROUP, tokens_table, write_tokens
 
 HEADER = Header(kind="collect", ks=(1, 5), layers=(0, 2, 3), experts_per_token=2, source={"model": "m"})
@@ -18,10 +18,12 @@ def made_up_columns(header=HEADER, lengths=LENGTHS, seed=0):
     """Every column of the schema, random, with the given responses."""
     rng = np.random.default_rng(seed)
     rows = sum(lengths)
-    widths = {"token": (), "by_k": (len(header.ks),), "by_layer": (len(header.layers),)}
     columns = {}
     for column in COLUMNS:
-        shape = (rows, *widths[column.shape])
+        if column.since > header.version:
+            continue
+        width = width_of(column, header)
+        shape = (rows,) if width is None else (rows, width)
         if pyarrow.types.is_floating(column.type):
             columns[column.name] = rng.random(shape, dtype=np.float32)
         else:
@@ -127,6 +129,26 @@ def test_a_newer_version_is_refused(file):
     header = TokenFile.open(file).header
     rewritten(file, metadata={FOOTER_KEY: header.to_bytes().replace(b'"version": %d' % VERSION, b'"version": 99')})
     with pytest.raises(StudyFileError, match=rf"version 99 of the schema, and this verl_sis reads 1 to {VERSION}"):
+        TokenFile.open(file)
+
+
+def test_version_1_is_read_and_has_none_of_the_later_columns(tmp_path):
+    old = Header(kind="dump", ks=(1, 5), layers=(0, 2, 3), experts_per_token=2, version=1)
+    columns = made_up_columns(old)
+    path = tmp_path / "old.parquet"
+    write_tokens(path, columns, old)
+    opened = TokenFile.open(path)
+    assert opened.header.version == 1
+    assert not {"rollout_mass", "rollout_mass_before", "rollout_filtered", "engine_moments"} & set(opened.columns)
+    (batch,) = opened.batches(["engine_acceptance", "rollout_mass"])
+    np.testing.assert_array_equal(batch["engine_acceptance"], columns["engine_acceptance"])
+    assert "rollout_mass" not in batch
+
+
+def test_version_1_with_a_column_of_version_2_is_refused(file):
+    header = TokenFile.open(file).header
+    rewritten(file, metadata={FOOTER_KEY: header.to_bytes().replace(b'"version": %d' % VERSION, b'"version": 1')})
+    with pytest.raises(StudyFileError, match="which version 1 of the schema lacks"):
         TokenFile.open(file)
 
 

@@ -14,14 +14,18 @@ import pyarrow
 FORMAT = "verl_sis.tokens"
 """Name of the format in the footer."""
 
-VERSION = 1
-"""Version of the schema that is written. Older ones are read; newer ones are refused."""
+VERSION = 2
+"""Version of the schema that is written. Older ones are read; newer ones are refused. 2 added the columns by which a
+report tells a wrong temperature and a filtering sampler."""
 
 FOOTER_KEY = b"verl_sis"
 """Key of the footer's metadata under which the header stands, as JSON."""
 
-Shape = Literal["token", "by_k", "by_layer"]
-"""Values per row: one, one for each K of the grid, or one for each mixture-of-experts layer."""
+Shape = Literal["token", "by_k", "by_layer", "moments"]
+"""Values per row: one, one for each K of the grid, one for each mixture-of-experts layer, or three second moments."""
+
+MOMENTS = 3
+"""Second moments of two quantities: square of the first, product, square of the second."""
 
 PAIRS = ("engine", "replay", "floor", "update")
 """Pairs of an old and a current policy that SIS is tried on. ``engine``: rollout engine, then trainer; ``replay``: the
@@ -97,6 +101,22 @@ COLUMNS: tuple[Column, ...] = (
     *_pair_columns("floor", "trainer against itself"),
     *_pair_columns("update", "old policy against the policy in training"),
     Column("layer_overlap", pyarrow.uint8(), "experts that rollout engine and trainer both chose", "by_layer"),
+    Column("rollout_mass", pyarrow.float32(), "probability of the rollout engine's first K entries", "by_k", since=2),
+    Column(
+        "rollout_mass_before",
+        pyarrow.float32(),
+        "probability of the rollout engine's entries ranked above the token; of all of them if it is outside",
+        since=2,
+    ),
+    Column("rollout_filtered", pyarrow.int16(), "entries of its top-K that the rollout engine had filtered", since=2),
+    Column(
+        "engine_moments",
+        pyarrow.float32(),
+        "sums over the rollout engine's usable top-K of log-probs less their mean: trainer squared, product, engine"
+        " squared, nats squared",
+        "moments",
+        since=2,
+    ),
 )
 """All columns, in the order of the file."""
 
@@ -130,6 +150,10 @@ class Header:
 
 def arrow_type(column: Column, header: Header) -> pyarrow.DataType:
     """Type of a column in a file with this header."""
-    if column.shape == "token":
-        return column.type
-    return pyarrow.list_(column.type, len(header.ks) if column.shape == "by_k" else len(header.layers))
+    width = width_of(column, header)
+    return column.type if width is None else pyarrow.list_(column.type, width)
+
+
+def width_of(column: Column, header: Header) -> int | None:
+    """Number of values per row of a column in a file with this header; None for a plain column."""
+    return {"token": None, "by_k": len(header.ks), "by_layer": len(header.layers), "moments": MOMENTS}[column.shape]

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 
 from verl_sis.errors import SisShapeError
-from verl_sis.records.schema import BY_NAME, COLUMNS, FOOTER_KEY, Header, arrow_type
+from verl_sis.records.schema import BY_NAME, COLUMNS, FOOTER_KEY, Header, arrow_type, width_of
 
 ROWS_PER_GROUP = 1 << 17
 """Rows that a reader holds at a time; with a grid of 7 K and three pairs about 35 MB."""
@@ -34,16 +34,17 @@ def tokens_table(columns: Mapping[str, np.ndarray], header: Header) -> pyarrow.T
     if unknown or missing:
         raise SisShapeError(f"columns of a token table: unknown {unknown}, missing {missing}")
     rows = len(columns["sequence"])
-    widths = {"by_k": (len(header.ks),), "by_layer": (len(header.layers),), "token": ()}
     fields, arrays = [], []
     for column in COLUMNS:
         if column.name not in columns:
             continue
         values = np.asarray(columns[column.name])
-        if values.shape != (rows, *widths[column.shape]):
-            raise SisShapeError(f"{column.name} must be {(rows, *widths[column.shape])}, got {values.shape}")
+        width = width_of(column, header)
+        expected = (rows,) if width is None else (rows, width)
+        if values.shape != expected:
+            raise SisShapeError(f"{column.name} must be {expected}, got {values.shape}")
         flat = pyarrow.array(np.ascontiguousarray(values).reshape(-1), type=column.type)
-        if column.shape != "token":
+        if width is not None:
             flat = pyarrow.FixedSizeListArray.from_arrays(flat, values.shape[1])
         arrays.append(flat)
         fields.append(pyarrow.field(column.name, arrow_type(column, header), nullable=False))

@@ -52,11 +52,40 @@ def _columns_of(item: ScoredResponse, settings: CollectSettings) -> Columns:
     ids = torch.as_tensor(response.ids)
     columns["rollout_rank"] = sampled_rank(engine, ids).numpy()
     columns["native_rank"] = sampled_rank(trainer, ids).numpy()
+    columns |= _engine_columns(item, settings.ks, columns["rollout_rank"])
     columns |= _pair("engine", settings.ks, engine, columns["rollout_rank"], item.native)
     columns |= _pair("floor", settings.ks, trainer, columns["native_rank"], item.again)
     if item.replay is not None:
         columns |= _pair("replay", settings.ks, engine, columns["rollout_rank"], item.replay)
     return columns
+
+
+def _engine_columns(item: ScoredResponse, ks: tuple[int, ...], rank: np.ndarray) -> Columns:
+    """What tells a wrong temperature and a filtering sampler from rounding."""
+    log_prob = item.response.top_log_prob.astype(np.float64)
+    usable = log_prob > FILTERED_LOG_PROB
+    mass = np.where(usable, np.exp(np.where(usable, log_prob, 0.0)), 0.0).cumsum(axis=1)
+    before = np.concatenate([np.zeros((len(mass), 1)), mass], axis=1)
+    above = np.where(rank < 0, mass.shape[1], rank)
+    assert item.native.queried is not None
+    return {
+        "rollout_mass": mass[:, np.array(ks) - 1],
+        "rollout_mass_before": np.take_along_axis(before, above[:, None], axis=1)[:, 0],
+        "rollout_filtered": (~usable).sum(axis=1),
+        "engine_moments": _moments(item.native.queried.astype(np.float64), log_prob, usable),
+    }
+
+
+def _moments(x: np.ndarray, y: np.ndarray, usable: np.ndarray) -> np.ndarray:
+    """Sums of squares and product of x and y, ``[R, K]`` each, less their means over the usable entries of a row."""
+    count = usable.sum(axis=1, keepdims=True).clip(min=1)
+
+    def centred(values: np.ndarray) -> np.ndarray:
+        kept = np.where(usable, values, 0.0)
+        return np.where(usable, values - kept.sum(axis=1, keepdims=True) / count, 0.0)
+
+    dx, dy = centred(x), centred(y)
+    return np.stack([(dx * dx).sum(axis=1), (dx * dy).sum(axis=1), (dy * dy).sum(axis=1)], axis=1)
 
 
 def _pair(name: str, ks: tuple[int, ...], old: TopK, rank: np.ndarray, current: Scores) -> Columns:
