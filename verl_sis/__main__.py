@@ -1,5 +1,8 @@
 """Command line of verl_sis: ``verl-sis`` or ``python -m verl_sis``."""
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -34,6 +37,17 @@ def doctor() -> None:
 
 
 app.add_typer(study, name="study")
+
+
+@app.command()
+def report(
+    paths: Annotated[list[Path], typer.Argument(help="Studies, training runs, or their logs.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory; by default report/ in the study.")] = None,
+) -> None:
+    """One page on studies and training runs: verdict, figures, tables; no network needed to read it."""
+    from verl_sis.study.commands import write
+
+    write(paths, out)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ class SisRunFacts(BaseConfig):
         replay_mode (str): ``router_replay.mode`` of the actor's FSDP section.
         moe_metrics_interval (int): ``actor_rollout_ref.rollout.moe_load_balance_metrics_interval``, the other user of
             the rollout engine's routes.
+        activation_offload (bool): ``actor_rollout_ref.model.enable_activation_offload``.
+        quantization_aware (bool): ``qat.enable`` of the actor's FSDP section.
     """
 
     external_lib: Any = None
@@ -65,6 +67,8 @@ class SisRunFacts(BaseConfig):
     return_routes: bool = False
     replay_mode: str = "disabled"
     moe_metrics_interval: int = 0
+    activation_offload: bool = False
+    quantization_aware: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what SIS cannot honour.
@@ -146,6 +150,39 @@ class SisRunFacts(BaseConfig):
 
 
 @dataclass
+class SisDumpConfig(BaseConfig):
+    """Per-token tables written in training, at ``actor_rollout_ref.actor.policy_loss.sis.dump``.
+
+    Args:
+        every (int): Rollouts (steps of the trainer) from one dump to the next, the first included; 0 for none.
+        directory (str): Where each rank writes its files; the presets say ``${trainer.default_local_dir}/sis_dump``.
+        max_tokens (int): Rows that a rank writes of one rollout, in whole responses.
+        max_mb (int): Size of all token files of a rank, in MB of 10^6 bytes, at which the dump of the run ends.
+        max_contexts (int): Tokens of a dump whose whole top-K is written too, for the estimator laboratory.
+    """
+
+    every: int = 0
+    directory: str = ""
+    max_tokens: int = 65536
+    max_mb: int = 2048
+    max_contexts: int = 512
+
+    def __post_init__(self) -> None:
+        """Check each value.
+
+        Raises:
+            SisConfigError: If a value is not allowed.
+        """
+        for name, least in {"every": 0, "max_tokens": 1, "max_mb": 1, "max_contexts": 0}.items():
+            _check_integer(f"dump.{name}", getattr(self, name), least)
+        if self.every and not self.directory:
+            raise SisConfigError(
+                f"policy_loss.sis.dump.every={self.every} needs a directory to write to. Type "
+                "actor_rollout_ref.actor.policy_loss.sis.dump.directory=/path/to/dumps"
+            )
+
+
+@dataclass
 class SisConfig(BaseConfig):
     """Settings of SIS, at ``actor_rollout_ref.actor.policy_loss.sis``.
 
@@ -163,6 +200,7 @@ class SisConfig(BaseConfig):
         normalizer_share (float): Share of the tokens whose residual mass and envelope are reported where verl's
             log-probs are bfloat16 (bfloat16 logits without flash-attention), so that these two need a float32
             log-sum-exp of their own. Acceptance, its expected rate and kappa do without. Elsewhere all are reported.
+        dump (SisDumpConfig): Per-token tables of every n-th rollout; off by default.
         run (SisRunFacts): Facts of the run, filled by the presets.
     """
 
@@ -174,6 +212,7 @@ class SisConfig(BaseConfig):
     seed: int = 0
     chunk_tokens: int = 256
     normalizer_share: float = 0.125
+    dump: SisDumpConfig = field(default_factory=SisDumpConfig)
     run: SisRunFacts = field(default_factory=SisRunFacts)
 
     def __post_init__(self) -> None:
@@ -186,15 +225,33 @@ class SisConfig(BaseConfig):
         _check_choice("outside_top_k", self.outside_top_k, OUTSIDE_TOP_K)
         _check_choice("behavior", self.behavior, BEHAVIORS)
         for name in ("top_k", "chunk_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SisConfigError(f"policy_loss.sis.{name} must be an integer of at least 1, got {value!r}")
+            _check_integer(name, getattr(self, name), 1)
         if not isinstance(self.normalizer_share, int | float) or not 0.0 < self.normalizer_share <= 1.0:
             raise SisConfigError(
                 f"policy_loss.sis.normalizer_share must be a number in (0, 1], got {self.normalizer_share!r}"
             )
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
             raise SisConfigError(f"policy_loss.sis.seed must be an integer in [0, 2^63), got {self.seed!r}")
+        if self.dump.every:
+            self._check_dump()
+
+    def _check_dump(self) -> None:
+        """A dump writes ranks as int16, and runs one forward pass in train mode that no backward pass follows."""
+        if self.top_k >= 2**15:
+            raise SisConfigError(
+                f"policy_loss.sis.dump holds ranks up to {2**15 - 1}, got policy_loss.sis.top_k={self.top_k}. Type a "
+                "smaller top_k, or actor_rollout_ref.actor.policy_loss.sis.dump.every=0"
+            )
+        for name, active in {
+            "model.enable_activation_offload": self.run.activation_offload,
+            "actor.fsdp_config.qat.enable": self.run.quantization_aware,
+        }.items():
+            if active:
+                raise SisConfigError(
+                    f"policy_loss.sis.dump runs the model once more in train mode, which would change the state that "
+                    f"actor_rollout_ref.{name}=True keeps there. Type actor_rollout_ref.{name}=False or "
+                    "actor_rollout_ref.actor.policy_loss.sis.dump.every=0"
+                )
 
 
 @dataclass
@@ -226,3 +283,8 @@ class SisPolicyLossConfig(PolicyLossConfig):
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise SisConfigError(f"policy_loss.sis.{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SisConfigError(f"policy_loss.sis.{name} must be an integer of at least {least}, got {value!r}")

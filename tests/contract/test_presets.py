@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.contract.compose import ENOUGH, actor_config, compose_run
-from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisPolicyLossConfig, SisRunFacts
+from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisDumpConfig, SisPolicyLossConfig, SisRunFacts
 from verl_sis.register import presets
 
 PRESETS = {
@@ -44,12 +44,14 @@ def test_preset_makes_a_valid_actor(name):
 def test_presets_write_out_the_defaults_of_the_dataclasses():
     composed = compose_run("+sis@_global_=grpo").actor_rollout_ref.actor.policy_loss.sis
     written = OmegaConf.to_container(composed)
-    run = written.pop("run")
-    for section, dataclass_type in ((written, SisConfig), (run, SisRunFacts)):
+    run, dump = written.pop("run"), written.pop("dump")
+    for section, dataclass_type in ((written, SisConfig), (run, SisRunFacts), (dump, SisDumpConfig)):
         target = section.pop("_target_")
         assert target == f"{dataclass_type.__module__}.{dataclass_type.__qualname__}"
         fields = {field.name: field.default for field in dataclasses.fields(dataclass_type)}
-        assert set(section) == set(fields) - {"_target_", "run"}
+        assert set(section) == set(fields) - {"_target_", "run", "dump"}
+    assert dump.pop("directory") == "${trainer.default_local_dir}/sis_dump"
+    assert dump == {name: getattr(SisDumpConfig, name) for name in dump}
     assert written == {name: getattr(SisConfig, name) for name in written}
 
 

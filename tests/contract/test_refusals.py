@@ -2,6 +2,7 @@
 
 import pytest
 from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
 
 from tests.contract.compose import ENOUGH, actor_config, compose_run
 
@@ -67,6 +68,38 @@ def test_refused_in_the_driver(case):
 def test_a_list_of_libraries_may_hold_the_activation():
     libs = "actor_rollout_ref.model.external_lib=[verl_sis.integration.activate,json]"
     assert actor_config(compose_run("+sis@_global_=grpo", libs, *ENOUGH)).policy_loss.loss_mode == "sis"
+
+
+def test_what_a_dump_cannot_have_is_refused_with_one_only():
+    """One composition, changed step by step: each takes a second."""
+    in_the_way = {"model.enable_activation_offload": True, "actor.fsdp_config.qat.enable": True}
+    config = compose_run(
+        "+sis@_global_=grpo",
+        "trainer.default_local_dir=/runs/one",
+        *(f"actor_rollout_ref.{name}={value}" for name, value in in_the_way.items()),
+        *ENOUGH,
+    )
+    sis = config.actor_rollout_ref.actor.policy_loss.sis
+    assert actor_config(config).policy_loss.sis.dump.every == 0
+
+    def refused(message):
+        with pytest.raises(InstantiationException, match=f"(?s)SisConfigError.*{message}"):
+            actor_config(config)
+
+    sis.dump.every = 1
+    for name in in_the_way:
+        refused(f"Type actor_rollout_ref.{name}=False or {SIS}.dump.every=0")
+        OmegaConf.update(config, f"actor_rollout_ref.{name}", False)
+    sis.top_k = 2**15
+    refused(f"ranks up to 32767, got policy_loss.sis.top_k=32768.*{SIS}.dump.every=0")
+    sis.top_k = 2**15 - 1
+    assert actor_config(config).policy_loss.sis.dump.directory == "/runs/one/sis_dump"
+    sis.dump.directory = ""
+    refused(f"dump.every=1 needs a directory.*Type {SIS}.dump.directory=")
+    for name, least in {"every": 0, "max_tokens": 1, "max_mb": 1, "max_contexts": 0}.items():
+        kept, sis.dump[name] = sis.dump[name], least - 1
+        refused(f"policy_loss.sis.dump.{name} must be an integer of at least {least}, got {least - 1}")
+        sis.dump[name] = kept
 
 
 def test_raw_log_probs_at_temperature_one_are_fine():

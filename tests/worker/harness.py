@@ -65,7 +65,7 @@ class Settings:
 
     model: Path
     sis: dict[str, Any] | None = field(default_factory=dict)
-    """Settings of SIS; None for verl alone."""
+    """Settings of SIS, those of its dump under the key ``dump``; None for verl alone."""
     replay: dict[str, Any] | None = None
     """Settings of routing replay; None for none. Facts of the run under the key ``run``."""
     actor: dict[str, Any] = field(default_factory=dict)
@@ -155,9 +155,10 @@ def build_worker(settings: Settings) -> Any:
 
 def sis_choice(sis: dict[str, Any]) -> Any:
     """The policy-loss section of a run that chose SIS; imported only then."""
-    from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisPolicyLossConfig, SisRunFacts
+    from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisDumpConfig, SisPolicyLossConfig, SisRunFacts
 
-    return SisPolicyLossConfig(sis=SisConfig(run=SisRunFacts(external_lib=ACTIVATION_MODULE), **sis))
+    settings = {**sis, "dump": SisDumpConfig(**sis.get("dump", {}))}
+    return SisPolicyLossConfig(sis=SisConfig(run=SisRunFacts(external_lib=ACTIVATION_MODULE), **settings))
 
 
 def replay_choice(replay: dict[str, Any]) -> Any:

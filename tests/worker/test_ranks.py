@@ -1,8 +1,11 @@
 """One answer on every layout of ranks: data parallel 1 and 2, Ulysses sequence parallel 1 and 2 (gloo processes)."""
 
+import numpy as np
 import pytest
+from pyarrow import parquet
 
 from tests.worker import harness, ranks, recorder
+from tests.worker.dumps import columns_of
 from tests.worker.ulysses_on_cpu import NAME
 
 LENGTHS = [5, 2, 4, 7, 3, 6, 1, 8]
@@ -15,16 +18,27 @@ def rollout():
 
 
 @pytest.fixture(scope="module")
-def results(model_folder, rollout, tmp_path_factory):
+def dumps(tmp_path_factory):
+    """Where the layouts dump their tokens, each to a folder of its own; dynamic batches do not dump."""
+    return tmp_path_factory.mktemp("dumps")
+
+
+def dumped(folder):
+    return {"dump": {"every": 1, "directory": str(folder)}}
+
+
+@pytest.fixture(scope="module")
+def results(model_folder, rollout, dumps, tmp_path_factory):
     def settings(**changes):
         return harness.Settings(model=model_folder, **changes)
 
     under_ulysses = settings(
+        sis=dumped(dumps / "sequence parallel"),
         model_overrides={"override_config": {"attn_implementation": NAME}},
         engine={"ulysses_sequence_parallel_size": 2},
     )
     layouts = {
-        "data parallel": ranks.Layout(settings(micro_batch_size=2)),
+        "data parallel": ranks.Layout(settings(micro_batch_size=2, sis=dumped(dumps / "data parallel"))),
         "data parallel, dynamic batches": ranks.Layout(settings(max_tokens=24)),
         "sequence parallel": ranks.Layout(under_ulysses, sequence_parallel=2),
     }
@@ -32,25 +46,55 @@ def results(model_folder, rollout, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference(model_folder, rollout):
-    return ranks.two_steps(ranks.Layout(harness.Settings(model=model_folder)), rollout, world_size=1)
+def reference(model_folder, rollout, dumps):
+    settings = harness.Settings(model=model_folder, sis=dumped(dumps / "one rank"))
+    return ranks.two_steps(ranks.Layout(settings), rollout, world_size=1)
 
 
 @pytest.mark.parametrize("layout", DATA_PARALLEL)
-def test_two_data_parallel_ranks(results, reference, layout):
+def test_two_data_parallel_ranks(results, reference, dumps, layout):
     together = recorder.Decisions()
     for result in results[layout]:
         together.merge(result["decisions"])
         assert_same_metrics(result["metrics"], reference["metrics"])
     recorder.assert_same_decisions(together, reference["decisions"])
+    if layout == "data parallel":
+        assert_dumps_are_those_of_one_rank(dumps, layout, written_by=(0, 1))
 
 
-def test_two_sequence_parallel_ranks(results, reference):
+def test_two_sequence_parallel_ranks(results, reference, dumps):
     first, second = results["sequence parallel"]
     for result in (first, second):
         recorder.assert_same_decisions(result["decisions"], reference["decisions"])
     assert_same_metrics(first["metrics"], reference["metrics"])
     assert second["metrics"] == [{}, {}], "verl takes metrics from the first sequence-parallel rank only"
+    assert_dumps_are_those_of_one_rank(dumps, "sequence parallel", written_by=(0,))
+
+
+def assert_dumps_are_those_of_one_rank(dumps, layout, written_by):
+    """Each rank that verl takes outputs from writes its own files; together they hold what one rank would write."""
+    for kind in ("tokens", "contexts", "counts"):
+        assert [file.name for file in sorted((dumps / layout / kind).iterdir())] == [
+            f"update-{update:08d}-rank-{rank:05d}.parquet" for update in (0, 1) for rank in written_by
+        ]
+    for update in (0, 1):
+        tables = ["tokens", "contexts"] if len(written_by) == 1 else ["tokens"]
+        for kind in tables:
+            got, expected = (pooled(dumps / folder / kind, update) for folder in (layout, "one rank"))
+            assert len(got["token"]) == sum(LENGTHS), "all of them fit"
+            # Ranks number their responses each from 0. A token is accepted by its probability, so one may differ.
+            for name in got.keys() - {"sequence", "accepted"}:
+                tolerance = 2e-5 if update == 0 else 5e-3
+                np.testing.assert_allclose(got[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def pooled(folder, update):
+    """Rows of all ranks of a dump, in one order."""
+    columns = columns_of(parquet.read_table([*folder.glob(f"update-{update:08d}-*")]))
+    order = np.lexsort(
+        [columns[name] for name in ("position", "sample_key" if "sample_key" in columns else "sequence")]
+    )
+    return {name: values[order] for name, values in columns.items()}
 
 
 def assert_same_metrics(got, expected):

@@ -13,6 +13,9 @@ import torch
 from verl_sis.core.envelope import FILTERED_LOG_PROB, TopK
 from verl_sis.errors import SisShapeError
 
+K_GRID = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+"""Sizes of V_K that records speak of."""
+
 OUTSIDE = -1
 """Rank of a sampled token that is not among the top-K entries."""
 
@@ -30,6 +33,11 @@ class AcceptanceByK:
     log_envelope: torch.Tensor
     residual_mass: torch.Tensor
     acceptance: torch.Tensor
+
+
+def grid_up_to(top_k: int) -> tuple[int, ...]:
+    """The sizes of ``K_GRID`` below ``top_k``, and ``top_k`` itself."""
+    return (*(k for k in K_GRID if k < top_k), top_k)
 
 
 def sampled_rank(top_k: TopK, sampled_ids: torch.Tensor) -> torch.Tensor:

@@ -118,3 +118,15 @@ class ResponseLayout:
         """
         rows = torch.nn.utils.rnn.pad_sequence(list(values.split(self.lengths)), batch_first=True)
         return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
+
+    def unpad(self, values: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``pad``: per-token values out of padded rows.
+
+        Args:
+            values: ``[B, T]``.
+
+        Returns:
+            ``[R]``, in the order of ``positions``.
+        """
+        lengths = torch.tensor(self.lengths, device=values.device)
+        return values[torch.arange(values.shape[1], device=values.device) < lengths[:, None]]

@@ -17,6 +17,7 @@ from verl_sis.config import SisConfig
 from verl_sis.core import acceptance, envelope
 from verl_sis.errors import SisStateError
 from verl_sis.integration.base_loss import PolicyLoss
+from verl_sis.integration.dump_rows import RolloutRows
 from verl_sis.integration.layout import ResponseLayout
 from verl_sis.integration.policy_loss import CURRENT, MicroBatch
 from verl_sis.integration.store import TopKStore
@@ -102,6 +103,8 @@ class UpdatePass:
         self._verl_loss = verl_loss
         self._pending: tuple[ResponseLayout, envelope.TopK, torch.Tensor] | None = None
         self.update = 0
+        self.rows: RolloutRows | None = None
+        """Collects the tokens of a rollout that is dumped, while it is trained on."""
 
     def __call__(
         self,
@@ -129,6 +132,8 @@ class UpdatePass:
             loss, metrics = self._verl_loss(model_output=model_output, data=data, dp_group=dp_group)
         finally:
             CURRENT.reset(token)
+        if self.rows is not None:
+            self.rows.take(micro_batch, data, update=self.update)
         return loss, {**metrics, STATISTICS: micro_batch.statistics}
 
     @torch.no_grad()
@@ -140,6 +145,8 @@ class UpdatePass:
         known = torch.ones_like(layout.positions, dtype=torch.bool)
         normalized = self._choose(layout, data) if own_normalizer else known
         self._pending = layout, top_k, normalized
+        if self.rows is not None:
+            self.rows.look(logits, layout, top_k, data)
         local, rows = layout.local(), layout.local_rows()
         local_top_k = envelope.TopK(
             top_k.ids[local], top_k.log_prob[local], top_k.sampled_log_prob[local], top_k.contains_sampled[local]

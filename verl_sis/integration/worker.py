@@ -5,23 +5,27 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_sis import __version__, verl_compat
-from verl_sis.config import SisPolicyLossConfig
+from verl_sis.config import SisConfig, SisPolicyLossConfig
 from verl_sis.core.metrics import mismatch_metrics, sis_metrics
 from verl_sis.core.statistics import PooledStatistics
 from verl_sis.errors import SisConfigError, SisStateError
 from verl_sis.integration.base_loss import check_uses_ratio, resolve_base_loss
+from verl_sis.integration.dump_rows import AnchorPass
 from verl_sis.integration.passes import STATISTICS, OldPass, UpdatePass
 from verl_sis.integration.store import TopKStore
 from verl_sis.verl_compat import is_old_pass
+
+if TYPE_CHECKING:
+    from verl_sis.integration.dump import TokenDump
 
 logger = logging.getLogger("verl_sis")
 logger.setLevel(os.getenv("VERL_SIS_LOGGING_LEVEL", "INFO"))
@@ -38,6 +42,7 @@ class SisTrainingWorker(TrainingWorker):
     """verl's ``TrainingWorker`` with SIS around its loss function, configured by that function's own config."""
 
     _update_pass: UpdatePass | None = None
+    _dump: "TokenDump | None" = None
     _in_mini_batch_loop = False
 
     def set_loss_fn(self, loss_fn: Any) -> None:
@@ -53,7 +58,7 @@ class SisTrainingWorker(TrainingWorker):
         actor_config = verl_compat.actor_config_of(loss_fn)
         policy_loss = actor_config.policy_loss
         if not isinstance(policy_loss, SisPolicyLossConfig):
-            self._update_pass = None
+            self._update_pass = self._dump = None
             super().set_loss_fn(loss_fn)
             return
         config = policy_loss.sis
@@ -70,6 +75,7 @@ class SisTrainingWorker(TrainingWorker):
         self._store = TopKStore()
         self._old_pass = OldPass(config, self._store)
         self._update_pass = UpdatePass(config, self._store, base_loss, loss_fn)
+        self._dump = self._open_dump(config)
         super().set_loss_fn(self._update_pass)
         if self.rank == 0:
             logger.info(
@@ -96,7 +102,8 @@ class SisTrainingWorker(TrainingWorker):
             return super().train_mini_batch(data)
         self._in_mini_batch_loop = True
         try:
-            output = super().train_mini_batch(data)
+            with self._dumped(data):
+                output = super().train_mini_batch(data)
         finally:
             self._in_mini_batch_loop = False
             self._store.clear()
@@ -122,7 +129,10 @@ class SisTrainingWorker(TrainingWorker):
         if self._update_pass is not None:
             target = Path(local_path) / _STATE_FILE.format(rank=self.rank)
             temporary = target.with_suffix(".tmp")
-            temporary.write_text(json.dumps({"format": _STATE_FORMAT, "updates": self._update_pass.update}))
+            state = {"format": _STATE_FORMAT, "updates": self._update_pass.update}
+            if self._dump is not None:
+                state["rollouts"] = self._dump.rollouts
+            temporary.write_text(json.dumps(state))
             temporary.replace(target)
         return result
 
@@ -150,6 +160,46 @@ class SisTrainingWorker(TrainingWorker):
                 "Resume with the verl_sis version that wrote the checkpoint"
             )
         self._update_pass.update = state["updates"]
+        if self._dump is not None:
+            self._dump.rollouts = state.get("rollouts", 0)
+
+    def extra_pass(self, data: TensorDict) -> AbstractContextManager[None]:
+        """What an extra forward pass over the samples of an update runs in: nothing, but for routing replay.
+
+        Args:
+            data: The samples.
+        """
+        return nullcontext()
+
+    def _open_dump(self, config: SisConfig) -> "TokenDump | None":
+        if not config.dump.every:
+            return None
+        from verl_sis.integration.dump import TokenDump  # reads and writes parquet, which a run without dumps does not
+
+        return TokenDump(self, config)
+
+    @contextmanager
+    def _dumped(self, data: TensorDict) -> Iterator[None]:
+        """Keep the tokens of a rollout while it is trained on, and write them, where ``sis.dump`` says so."""
+        update_pass, dump = self._update_pass, self._dump
+        assert update_pass is not None
+        if dump is None or not dump.due():
+            yield
+            return
+        verl_compat.attach_sample_keys(data)
+        rows = dump.begin(data, update_pass.update)
+        # Around verl's own train mode, whose weights then stay where they are between this pass and the updates.
+        with self.engine.train_mode(disable_auto_offload=tu.get(data, "disable_auto_offload", default=False)):
+            batch = data.copy()
+            with self.extra_pass(batch):
+                verl_compat.forward_as_in_update(self, batch, AnchorPass(rows))
+            tu.assign_non_tensor(data, disable_auto_offload=True)
+            update_pass.rows = rows
+            try:
+                yield
+            finally:
+                update_pass.rows = None
+        dump.write(rows)
 
     @contextmanager
     def _loss_function(self, loss_fn: Any) -> Iterator[None]:

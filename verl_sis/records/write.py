@@ -12,8 +12,8 @@ import pyarrow.parquet
 from verl_sis.errors import SisShapeError
 from verl_sis.records.schema import BY_NAME, COLUMNS, FOOTER_KEY, Header, arrow_type, width_of
 
-ROWS_PER_GROUP = 1 << 17
-"""Rows that a reader holds at a time; with a grid of 7 K and three pairs about 35 MB."""
+ROWS_PER_GROUP = 1 << 15
+"""Rows that a reader holds at a time; with a grid of 7 K and three pairs about 10 MB."""
 
 
 def tokens_table(columns: Mapping[str, np.ndarray], header: Header) -> pyarrow.Table:

@@ -123,6 +123,22 @@ class RoutingReplayWorker(TrainingWorker):
         return verl_compat.with_metrics(output, _pool if self._in_update else _pool_and_report)
 
     @contextmanager
+    def extra_pass(self, data: TensorDict) -> Iterator[None]:
+        """Have one more forward pass over the samples of an update route as the update does, and count nothing.
+
+        Args:
+            data: The samples.
+        """
+        if self._passes is None:
+            yield
+            return
+        statistics = self._passes.take()
+        what = REPLAY_ROLLOUT if self._replay_config.mode == "R3" else REPLAY_RECORDED
+        with self._pass(data, what, count=False):
+            yield
+        self._passes.statistics = statistics
+
+    @contextmanager
     def _pass(self, data: TensorDict, what: str, *, count: bool) -> Iterator[None]:
         """Have the forward passes of a batch do ``what``, and leave nothing behind, not even after an exception."""
         assert self._passes is not None

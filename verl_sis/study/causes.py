@@ -59,8 +59,9 @@ class Finding:
 def temperature(summary: Summary) -> tuple[Estimate, float] | None:
     """Temperature of the engine relative to the trainer's, and the share of squared differences that it explains.
 
-    With x and y the trainer's and the engine's log-probs of the engine's top-K, each less its mean, ``y = x / T``: the
-    slope is ``sum x y / sum x x``, and the temperature its inverse.
+    With x and y the trainer's and the engine's log-probs of the engine's top-K, each less its mean, ``y = x / T``. Both
+    carry rounding, so T is the reduced-major-axis slope ``sqrt(sum x x / sum y y)``: either regression would be
+    attenuated by the noise of its regressor.
 
     Args:
         summary: Of the study.
@@ -70,7 +71,7 @@ def temperature(summary: Summary) -> tuple[Estimate, float] | None:
     """
     if "moments.product" not in summary.bootstrap:
         return None
-    estimate = summary.bootstrap.estimate(lambda t: t["moments.trainer"] / t["moments.product"])
+    estimate = summary.bootstrap.estimate(lambda t: np.sqrt(t["moments.trainer"] / t["moments.engine"]))
 
     def explained(t: Totals) -> np.ndarray:
         before = t["moments.engine"] - 2 * t["moments.product"] + t["moments.trainer"]

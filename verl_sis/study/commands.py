@@ -119,3 +119,32 @@ def estimator(
 
     for line in run(Settings(contexts=contexts, vocabulary=vocabulary, seeds=seeds), out):
         typer.echo(line)
+
+
+def write(paths: list[Path], out: Path | None) -> None:
+    """Write a report and print its verdict; the command ``verl-sis report``.
+
+    Args:
+        paths: Studies and logs.
+        out: Directory; by default ``report`` inside the only path, if that is a directory.
+    """
+    from verl_sis.errors import SisConfigError
+
+    try:
+        if out is None and (len(paths) > 1 or not paths[0].is_dir()):
+            raise SisConfigError("several inputs, or a file, need a directory for the report. Type -o DIR")
+        folder = out or paths[0] / "report"
+        try:
+            from verl_sis.study.report.write import write_report
+        except ImportError as error:
+            raise SisConfigError(
+                f"reports need more packages ({error}). Type: pip install 'verl-sis[study]'"
+            ) from error
+        for section in write_report(paths, folder):
+            if section.findings:
+                typer.echo(f"{section.name}: {section.subtitle}")
+            for finding in section.findings:
+                typer.echo(f"  {finding.level}: {finding.text}")
+        typer.echo(f"{folder / 'report.html'}")
+    except SisError as error:
+        raise fail(error) from error

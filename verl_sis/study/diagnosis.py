@@ -29,6 +29,7 @@ def diagnose(summary: Summary) -> list[Finding]:
         calibration_finding,
         routes_finding,
         other_weights_finding,
+        _need,
         _floor,
         _replay,
         _rounding,
@@ -103,6 +104,27 @@ def _rounding(summary: Summary) -> Iterator[Finding]:
     )
 
 
+def _need(summary: Summary) -> Iterator[Finding]:
+    """Theorem 1 of arXiv 2607.04728 bounds what off-policy tokens do to the gradient by ``exp(D) - 1``."""
+    pair = "engine" if "engine" in summary.pool.layout.pairs else "update"
+    before, after = (summary.divergence(pair, under_sis=under_sis) for under_sis in (False, True))
+    if before is None or after is None:
+        return
+    replay = summary.divergence("replay", under_sis=False)
+    with_r3 = f", with R3 {_bound(replay.value)}" if replay and not wrong_routes(summary) else ""
+    yield Finding(
+        "need",
+        "note",
+        f"Do you need a correction? Over a response |log w| adds up to D = {before:.3g} nats; Theorem 1 bounds its "
+        f"effect on the gradient by exp(D) - 1 = {_bound(before.value)}{with_r3}, with SIS {_bound(after.value)}.",
+    )
+
+
+def _bound(divergence: float) -> str:
+    bound = math.expm1(divergence)
+    return f"{bound:.2g}" if bound < 10.0 else "above 10 (no bound worth the name)"
+
+
 def _staleness(summary: Summary) -> Iterator[Finding]:
     verl, stale = summary.comparison("verl", "k3"), summary.comparison("staleness", "k3")
     if verl is None or stale is None:
@@ -156,7 +178,7 @@ def _acceptance(summary: Summary) -> Iterator[Finding]:
     accepted = summary.pair(pair, "accepted") if pair else None
     if pair is None or accepted is None:
         return
-    before = summary.bootstrap.ratio(f"{pair}.divergence", "tokens")
+    before = summary.bootstrap.ratio(f"{pair}.divergence", f"{pair}.tested")
     after = summary.pair(pair, "divergence_sis")
     assert after is not None
     share = 1.0 - after.value / before.value if before.value else math.nan

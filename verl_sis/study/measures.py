@@ -52,7 +52,7 @@ COMPARISONS = (
 COMPARISON_TERMS = ("tokens", "non_finite", "k1", "k3", "abs", "outside_2")
 """Per-token terms of a comparison."""
 
-PAIR_TERMS = ("tokens", "divergence")
+PAIR_TERMS = ("tested", "divergence")
 """Per-token terms of a pair: 1 where all is finite, and ``|log w|``."""
 
 PAIR_TERMS_BY_K = ("accepted", "expected", "residual", "inside", "divergence_sis", "certain")
@@ -133,7 +133,7 @@ def pair_terms(batch: Batch, pair: str, ks: tuple[int, ...]) -> tuple[Batch, Bat
     rank = batch[rank_of(pair)]
     inside = (rank >= 0) & (rank < np.array(ks)[:, None]) & finite
     weight = finite.astype(np.float64)
-    return {"tokens": weight, "divergence": size}, {
+    return {"tested": weight, "divergence": size}, {
         "accepted": a,
         "expected": (1.0 - xi) * np.exp(-by_k["log_envelope"]) * weight,
         "residual": xi,

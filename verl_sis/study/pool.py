@@ -5,7 +5,10 @@ what the bootstrap draws from: up to ``GROUPS`` responses each is its own group;
 turn, so that memory does not grow with the study.
 """
 
+import multiprocessing
+import os
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +16,7 @@ import numpy as np
 from verl_sis.core.statistics import HISTOGRAM_EDGES
 from verl_sis.records.read import Batch, TokenFile
 from verl_sis.study import measures
-from verl_sis.study.groupings import groupings
+from verl_sis.study.groupings import Grouping, groupings
 from verl_sis.study.terms import Layout, matrix
 
 GROUPS = 1024
@@ -24,6 +27,9 @@ CUT_GROUPS = 64
 
 SLICE_ROWS = 1 << 13
 """Rows whose terms are held at a time."""
+
+PARALLEL_ROWS = 2_000_000
+"""Rows from which files are shared among processes."""
 
 EXAMPLES = 4
 """Responses of each kind that are kept as examples."""
@@ -49,7 +55,7 @@ class Pool:
 
     Attributes:
         layout: What the study holds.
-        names: Names of the terms, M of them (``verl_sis.study.terms``).
+        names: Names of the terms, M of them (``verl_sis.study.terms``), and ``responses``.
         sums: float64 ``[GROUPS, M]``.
         by_age: The same for each age of the mini-batch; empty where rows have none.
         cuts: By grouping, float64 ``[CUT_GROUPS, bins, T]`` of the terms ``cut_names``.
@@ -65,7 +71,6 @@ class Pool:
     def __init__(self, layout: Layout) -> None:
         """Start empty."""
         self.layout = layout
-        self.groupings = groupings(layout.columns)
         self.names: list[str] = []
         self.sums = np.zeros((GROUPS, 0))
         self.by_age: dict[int, np.ndarray] = {}
@@ -83,6 +88,11 @@ class Pool:
         self._open = np.zeros(0)
         self._headline = measures.headline(layout.ks)
 
+    @property
+    def groupings(self) -> list[Grouping]:
+        """Ways to cut the study's tokens."""
+        return groupings(self.layout.columns)
+
     def add_file(self, file: TokenFile) -> None:
         """Add all rows of a file.
 
@@ -93,6 +103,30 @@ class Pool:
         for group in file.batches(self.layout.needed()):
             for start in range(0, len(group["position"]), SLICE_ROWS):
                 self._add({name: values[start : start + SLICE_ROWS] for name, values in group.items()})
+
+    def merge(self, other: "Pool") -> None:
+        """Add the rows of another part of the same study; groups of responses are added up in pairs."""
+        if not other.names:
+            return
+        if not self.names:
+            self._start(other.names[:-1])
+        self.sums = self.sums + other.sums
+        for name, cut in other.cuts.items():
+            self.cuts[name] = self.cuts[name] + cut
+        for age, sums in other.by_age.items():
+            self.by_age[age] = self.by_age.get(age, np.zeros_like(sums)) + sums
+        for name, counts in other.histograms.items():
+            self.histograms[name] = self.histograms.get(name, 0) + counts
+        for name, value in other.largest.items():
+            self._raise(name, np.array([value]))
+        for name, value in other.smallest.items():
+            self._lower(name, np.array([value]))
+        size = max(len(self.by_token), len(other.by_token))
+        self.by_token = _grown(self.by_token, size) + _grown(other.by_token, size)
+        self.responses += other.responses
+        self.rows += other.rows
+        self.first = (self.first + other.first)[:EXAMPLES]
+        self.worst = sorted(self.worst + other.worst, key=lambda example: -example.score)[:EXAMPLES]
 
     def column(self, name: str) -> int:
         """Index of a term."""
@@ -106,8 +140,9 @@ class Pool:
         names, terms = matrix(batch, self.layout)
         if not self.names:
             self._start(names)
-        starts, group = self._runs(batch["sequence"])
-        sums = np.add.reduceat(terms, starts, axis=1).T
+        starts, group, new = self._runs(batch["sequence"])
+        # A response is counted where it starts.
+        sums = np.column_stack([np.add.reduceat(terms, starts, axis=1).T, new])
         ages = batch["age"][starts] if "age" in batch else None
         np.add.at(self.sums, group % GROUPS, sums)
         if ages is not None:
@@ -122,8 +157,8 @@ class Pool:
         self.rows += terms.shape[1]
 
     def _start(self, names: list[str]) -> None:
-        self.names = names
-        self.sums = np.zeros((GROUPS, len(names)))
+        self.names = [*names, "responses"]
+        self.sums = np.zeros((GROUPS, len(self.names)))
         k = self.layout.ks[self._headline]
         terms = ["tokens"]
         terms += [f"{c.name}.{term}" for c in self.layout.comparisons for term in ("tokens", "k3", "abs")]
@@ -135,14 +170,17 @@ class Pool:
         self._cut_columns = [self.column(term) for term in terms]
         self.cuts = {g.name: np.zeros((CUT_GROUPS, g.bins, len(terms))) for g in self.groupings}
 
-    def _runs(self, sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Start of each response in a slice, and its number in the study; the first may continue the last slice's."""
+    def _runs(self, sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each response in a slice: its start, its number in the study, and whether it starts there.
+
+        The first may continue the last one of the slice before.
+        """
         new = np.r_[sequence[0] != self._sequence, sequence[1:] != sequence[:-1]]
         number = self.responses - 1 + np.cumsum(new)
         self.responses = int(number[-1]) + 1
         self._sequence = int(sequence[-1])
         starts = np.flatnonzero(np.r_[True, new[1:]])
-        return starts, number[starts]
+        return starts, number[starts], new[starts].astype(np.float64)
 
     def _add_cuts(self, batch: Batch, terms: np.ndarray, group: np.ndarray) -> None:
         for grouping in self.groupings:
@@ -158,7 +196,7 @@ class Pool:
             finite = terms[self.column(f"{comparison.name}.tokens")] > 0
             self._add_values(f"{comparison.name}.abs", terms[self.column(f"{comparison.name}.abs")][finite])
         for pair in self.layout.pairs:
-            finite = terms[self.column(f"{pair}.tokens")] > 0
+            finite = terms[self.column(f"{pair}.tested")] > 0
             self._add_values(f"{pair}.residual", terms[self.column(f"{pair}.residual@{k}")][finite])
         if "rollout_mass_before" in batch:
             self._raise("mass_before", batch["rollout_mass_before"])
@@ -189,9 +227,8 @@ class Pool:
             return
         k = self.layout.ks[self._headline]
         token = np.maximum(batch["token"], 0)
-        if (size := int(token.max()) + 1) > len(self.by_token):
-            self.by_token = np.vstack([self.by_token, np.zeros((size - len(self.by_token), 3))])
-        for column, term in enumerate((f"{pair}.tokens", f"{pair}.accepted@{k}", f"{pair}.divergence")):
+        self.by_token = _grown(self.by_token, int(token.max()) + 1)
+        for column, term in enumerate((f"{pair}.tested", f"{pair}.accepted@{k}", f"{pair}.divergence")):
             values = terms[self.column(term)]
             self.by_token[:, column] += np.bincount(token, weights=values, minlength=len(self.by_token))
 
@@ -209,11 +246,18 @@ class Pool:
         self.worst = sorted(self.worst, key=lambda example: -example.score)[:EXAMPLES]
 
 
-def pool_study(files: Sequence[TokenFile]) -> Pool:
+def _grown(by_token: np.ndarray, size: int) -> np.ndarray:
+    """The table with room for at least ``size`` token ids."""
+    missing = size - len(by_token)
+    return np.vstack([by_token, np.zeros((missing, by_token.shape[1]))]) if missing > 0 else by_token
+
+
+def pool_study(files: Sequence[TokenFile], processes: int | None = None) -> Pool:
     """Sum up a study.
 
     Args:
         files: As ``verl_sis.records.read.open_study`` returns them.
+        processes: To share the files among; by default one per core for large studies, else none besides this one.
 
     Returns:
         The sums; columns that some file lacks are left out of all.
@@ -223,7 +267,23 @@ def pool_study(files: Sequence[TokenFile]) -> Pool:
     """
     header = files[0].header
     common = frozenset.intersection(*(frozenset(file.columns) for file in files))
-    pool = Pool(Layout(header.ks, header.layers, header.experts_per_token, common))
+    layout = Layout(header.ks, header.layers, header.experts_per_token, common)
+    if processes is None:
+        large = sum(file.rows for file in files) >= PARALLEL_ROWS
+        processes = min(os.cpu_count() or 1, len(files)) if large else 1
+    if processes == 1:
+        return _pool_files(layout, files)
+    pool = Pool(layout)
+    shares = [files[start::processes] for start in range(processes)]
+    # Spawned, not forked: a fork would copy the locks of arrow's threads in whatever state they are.
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as executor:
+        for part in executor.map(_pool_files, [layout] * processes, shares):
+            pool.merge(part)
+    return pool
+
+
+def _pool_files(layout: Layout, files: Sequence[TokenFile]) -> Pool:
+    pool = Pool(layout)
     for file in files:
         pool.add_file(file)
     return pool

@@ -1,16 +1,19 @@
 """From pooled sums to the numbers of a report, each with its confidence interval, and to tables for the figures."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pandas
 
 from verl_sis.core.metrics import histogram_quantile
 from verl_sis.core.statistics import HISTOGRAM_EDGES
+from verl_sis.records.counts import read_counts
+from verl_sis.records.read import open_study
 from verl_sis.study import measures
 from verl_sis.study.bootstrap import Bootstrap, Estimate
-from verl_sis.study.pool import Pool
+from verl_sis.study.pool import Pool, pool_study
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Summary:
         source: Where it comes from, from the header of its files.
         kind: ``collect`` or ``dump``.
         schema: Version of the schema it was written in.
+        counts: int64 ``[V, 2]``, rejected and accepted tokens of each id, where training counted them.
     """
 
     name: str
@@ -32,6 +36,7 @@ class Summary:
     source: dict
     kind: str
     schema: int
+    counts: np.ndarray | None = None
 
     @property
     def headline_k(self) -> int:
@@ -46,9 +51,9 @@ class Summary:
 
     def pair(self, name: str, term: str, k: int | None = None) -> Estimate | None:
         """Mean per token of a term of a pair at one K (the headline K if None); None if the study lacks it."""
-        if f"{name}.tokens" not in self.bootstrap or name not in self.pool.layout.pairs:
+        if name not in self.pool.layout.pairs:
             return None
-        return self.bootstrap.ratio(f"{name}.{term}@{k or self.headline_k}", f"{name}.tokens")
+        return self.bootstrap.ratio(f"{name}.{term}@{k or self.headline_k}", f"{name}.tested")
 
     def kappa(self, name: str, k: int | None = None) -> Estimate | None:
         """Acceptance over its expectation; for a pair whose tokens come from its old policy it is 1."""
@@ -56,6 +61,13 @@ class Summary:
             return None
         k = k or self.headline_k
         return self.bootstrap.ratio(f"{name}.accepted@{k}", f"{name}.expected@{k}")
+
+    def divergence(self, name: str, *, under_sis: bool) -> Estimate | None:
+        """D of Theorem 1, the mean over responses of sum |log w|; under SIS, in expectation, D_SIS of Proposition 3."""
+        if name not in self.pool.layout.pairs:
+            return None
+        term = f"{name}.divergence_sis@{self.headline_k}" if under_sis else f"{name}.divergence"
+        return self.bootstrap.ratio(term, "responses")
 
     def explained_by_routing(self) -> Estimate | None:
         """Share of the engine's k3 that replaying its routes removes."""
@@ -79,17 +91,39 @@ class Summary:
         return next((k for k in self.pool.layout.ks if self.certified(name, k)), None)
 
 
-def summarize(name: str, pool: Pool, *, source: dict, kind: str, schema: int) -> Summary:
-    """Resample a study's sums.
+def summarize(name: str, path: Path) -> Summary:
+    """Read a study and sum it up.
 
     Args:
-        name: Of the study.
-        pool: Its sums.
-        source: From the header of its files.
-        kind: The same.
-        schema: The same.
+        name: Of the study, in legends.
+        path: As ``verl_sis.records.read.open_study`` takes it.
+
+    Raises:
+        StudyFileError: If there is none, or something in it is damaged.
     """
-    return Summary(name, pool, Bootstrap(pool.names, pool.sums), source, kind, schema)
+    files = open_study(path)
+    header, pool = files[0].header, pool_study(files)
+    bootstrap = Bootstrap(pool.names, pool.sums)
+    return Summary(name, pool, bootstrap, header.source, header.kind, header.version, read_counts(path))
+
+
+def headline_numbers(summary: Summary) -> dict[str, Estimate]:
+    """The numbers that studies are set side by side by; those that the study has."""
+    k, pair = summary.headline_k, summary.pool.layout.headline_pair or ""
+    numbers = {
+        "k3, engine against trainer": summary.comparison("engine", "k3") or summary.comparison("verl", "k3"),
+        "k3 with R3": summary.comparison("replay", "k3"),
+        "k3, trainer against itself": summary.comparison("floor", "k3"),
+        "k3, staleness": summary.comparison("staleness", "k3"),
+        f"acceptance at K = {k}": summary.pair(pair, "accepted"),
+        f"acceptance with R3 at K = {k}": summary.pair("replay", "accepted"),
+        f"acceptance of the floor at K = {k}": summary.pair("floor", "accepted"),
+        f"kappa at K = {k}": summary.kappa(pair),
+        f"residual mass at K = {k}": summary.pair(pair, "residual"),
+        "D per response": summary.divergence(pair, under_sis=False),
+        "D_SIS per response": summary.divergence(pair, under_sis=True),
+    }
+    return {name: estimate for name, estimate in numbers.items() if estimate is not None}
 
 
 def _cells(prefix: str, estimate: Estimate | None) -> dict[str, float]:
@@ -135,7 +169,7 @@ def _pair_cells(summary: Summary, pair: str, k: int) -> dict[str, object]:
     ):
         row |= _cells(column, summary.pair(pair, term, k))
     row |= _cells("kappa", summary.kappa(pair, k))
-    row |= _cells("divergence", summary.bootstrap.ratio(f"{pair}.divergence", f"{pair}.tokens"))
+    row |= _cells("divergence", summary.bootstrap.ratio(f"{pair}.divergence", f"{pair}.tested"))
     return {**row, "certified": summary.certified(pair, k)}
 
 
@@ -143,9 +177,7 @@ def by_age_table(summary: Summary) -> pandas.DataFrame:
     """A row per age and K of the update pair, with the comparisons of each age; empty without ages."""
     rows = []
     for age, sums in sorted(summary.pool.by_age.items()):
-        at_age = Summary(
-            summary.name, summary.pool, Bootstrap(summary.pool.names, sums), summary.source, summary.kind, 0
-        )
+        at_age = replace(summary, bootstrap=Bootstrap(summary.pool.names, sums))
         cells: dict[str, object] = {}
         for c in summary.pool.layout.comparisons:
             cells |= _cells(f"{c.name}_k3", at_age.comparison(c.name, "k3"))
@@ -168,8 +200,9 @@ def cut_table(summary: Summary, grouping: str) -> pandas.DataFrame:
         row: dict[str, object] = {"bin": label(index), "tokens": bootstrap.total("tokens")}
         for name in pool.cut_names[1:]:
             owner, _, term = name.partition(".")
-            if term != "tokens":
-                denominator = "tokens" if owner == "routes" else f"{owner}.tokens"
+            if term not in ("tokens", "tested"):
+                count = "tokens" if term in measures.COMPARISON_TERMS else "tested"
+                denominator = "tokens" if owner == "routes" else f"{owner}.{count}"
                 row |= _cells(name.replace("@", "_at_"), bootstrap.ratio(name, denominator))
         rows.append(row)
     return pandas.DataFrame(rows)
@@ -196,17 +229,27 @@ def residual_table(summary: Summary) -> pandas.DataFrame:
 
 
 def tokens_table(summary: Summary) -> pandas.DataFrame:
-    """A row per token id that occurs: count, expected number of rejections, acceptance rate, mean ``|log w|``."""
-    by_token = summary.pool.by_token
-    ids = np.flatnonzero(by_token[:, 0])
-    count, accepted, divergence = by_token[ids].T
-    return pandas.DataFrame(
+    """A row per token id that occurs, the most rejected first: counts, acceptance rate, mean ``|log w|``.
+
+    Counts are those of the z that were drawn, of all tokens of the dumped rollouts, where training wrote them; else
+    expected ones, of the tokens of the table.
+    """
+    drawn, by_token = summary.counts, summary.pool.by_token
+    if drawn is None:
+        drawn = np.stack([by_token[:, 0] - by_token[:, 1], by_token[:, 1]], axis=1)
+    ids = np.flatnonzero(drawn.sum(axis=1) > 0)
+    rejected, accepted = drawn[ids].T
+    known = np.pad(by_token, ((0, max(len(drawn) - len(by_token), 0)), (0, 0)))[ids]
+    with np.errstate(invalid="ignore"):
+        mean = known[:, 2] / known[:, 0]
+    table = pandas.DataFrame(
         {
             "token": ids,
-            "count": count.astype(np.int64),
+            "count": accepted + rejected,
             "accepted": accepted,
-            "rejected": count - accepted,
-            "acceptance": accepted / count,
-            "abs_log_ratio": divergence / count,
+            "rejected": rejected,
+            "acceptance": accepted / (accepted + rejected),
+            "abs_log_ratio": mean,
         }
-    ).sort_values("rejected", ascending=False, ignore_index=True)
+    )
+    return table.sort_values("rejected", ascending=False, ignore_index=True)

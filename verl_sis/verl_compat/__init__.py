@@ -45,9 +45,12 @@ from verl_sis.verl_compat.engine import (
     around_forward,
     check_model_rows,
     current_device,
+    forward_as_in_update,
+    forward_dtype,
     model_of,
     model_rows,
     text_config,
+    true_on_all_ranks,
 )
 
 __all__ = [
@@ -69,6 +72,8 @@ __all__ = [
     "check_version",
     "contract_problems",
     "current_device",
+    "forward_as_in_update",
+    "forward_dtype",
     "gather_packed",
     "gather_packed_integers",
     "installed_verl",
@@ -88,6 +93,7 @@ __all__ = [
     "sequence_parallel_size",
     "sum_over_sequence_parallel",
     "text_config",
+    "true_on_all_ranks",
     "vocab_size",
     "with_metrics",
 ]

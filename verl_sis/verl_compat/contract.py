@@ -114,6 +114,47 @@ CONTRACT: tuple[Touchpoint, ...] = (
     ),
     Touchpoint(
         "verl.workers.engine_workers",
+        "TrainingWorker.train_batch",
+        "A dump's pass before the first update runs on the micro-batches of the update: the same defaults.",
+        fragments=(
+            'use_remove_padding=self.model_config.get("use_remove_padding", False)',
+            "use_dynamic_bsz=self.engine_config.use_dynamic_bsz",
+            "max_token_len_per_gpu=self.engine_config.max_token_len_per_gpu",
+            "micro_batch_size_per_gpu=self.engine_config.micro_batch_size_per_gpu",
+            "use_fused_kernels=self.engine_config.use_fused_kernels",
+        ),
+    ),
+    Touchpoint(
+        "verl.workers.engine_workers",
+        "TrainingWorker.train_mini_batch",
+        "A dump enters train mode around it, and has its own, inner one move no weights.",
+        fragments=(
+            'disable_auto_offload = tu.pop(data, key="disable_auto_offload", default=False)',
+            'epochs = tu.pop(data, key="epochs", default=1)',
+            "self.engine.train_mode(disable_auto_offload=disable_auto_offload)",
+        ),
+    ),
+    Touchpoint(
+        "verl.workers.engine.base",
+        "BaseEngineCtx._context_switch",
+        "A dump nests train modes as verl itself does: the inner one moves no weights.",
+        fragments=("if self.disable_auto_offload:\n            return",),
+    ),
+    Touchpoint(
+        "verl.workers.engine.base",
+        "BaseEngine.infer_batch",
+        "A dump's pass before the first update: forward only, in the mode that the engine is in.",
+        parameters=("self", "data", "loss_function"),
+        fragments=("with torch.no_grad():", "forward_only=True"),
+    ),
+    Touchpoint(
+        "verl.workers.engine.fsdp.transformer_impl",
+        "FSDPEngine._build_fsdp_module",
+        "A dump says in which dtype the model ran.",
+        fragments=("self._autocast_dtype = param_dtype",),
+    ),
+    Touchpoint(
+        "verl.workers.engine_workers",
         "TrainingWorker.save_checkpoint",
         "Overridden to store the update counter beside verl's checkpoint.",
         parameters=("self", "local_path", "hdfs_path", "global_step", "max_ckpt_to_keep"),

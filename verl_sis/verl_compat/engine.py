@@ -1,4 +1,4 @@
-"""verl's FSDP engine, as routing replay needs to see it: which token stands in which row of the model's input."""
+"""verl's FSDP engine: passes of its own for a dump, and, for routing replay, which token stands in which row."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from verl_sis.errors import SisStateError
-from verl_sis.verl_compat.batch import packed, sequence_parallel_size
+from verl_sis.verl_compat.batch import LOGITS_HOOK_FLAG, packed, sequence_parallel_size
 
 NO_TOKEN = -1
 """Packed index of a row that holds no token, i.e. padding."""
@@ -29,6 +29,47 @@ def current_device() -> torch.device:
 
     name = get_device_name()
     return torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
+
+
+def forward_dtype(engine: Any) -> str:
+    """Dtype that verl's FSDP engine computes in, e.g. ``bfloat16``."""
+    return str(engine._autocast_dtype).removeprefix("torch.")
+
+
+def true_on_all_ranks(value: bool) -> bool:
+    """Whether a value is true on every rank of the worker group; each of them must ask."""
+    found = torch.tensor(int(value), device=current_device())
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN)
+    return bool(found)
+
+
+def forward_as_in_update(worker: Any, batch: TensorDict, loss_function: Callable[..., Any]) -> None:
+    """Run the model on a batch in the micro-batches of the update, without gradients, and leave nothing behind.
+
+    Collective: every rank must call it, with its share of the same batch. Dropout draws from a copy of the random
+    state, so what comes after draws what it would have drawn.
+
+    Args:
+        worker: verl's ``TrainingWorker``; its engine in the mode that the pass is to run in.
+        batch: Of the whole update; a copy, for the engine adds to it.
+        loss_function: Called as an engine calls it when the logits hook is on; returns loss and metrics.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    config = worker.engine_config
+    defaults = {
+        "use_remove_padding": worker.model_config.get("use_remove_padding", False),
+        "use_dynamic_bsz": config.use_dynamic_bsz,
+        "max_token_len_per_gpu": config.max_token_len_per_gpu,
+        "micro_batch_size_per_gpu": config.micro_batch_size_per_gpu,
+        "use_fused_kernels": config.use_fused_kernels,
+    }
+    missing = {name: value for name, value in defaults.items() if name not in batch}
+    tu.assign_non_tensor(batch, **{**missing, LOGITS_HOOK_FLAG: True, "calculate_entropy": False})
+    device = current_device()
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type):
+        worker.engine.infer_batch(batch, loss_function=loss_function)
 
 
 def model_rows(engine: Any, data: TensorDict) -> torch.Tensor:

@@ -52,7 +52,9 @@ def _columns_of(item: ScoredResponse, settings: CollectSettings) -> Columns:
     ids = torch.as_tensor(response.ids)
     columns["rollout_rank"] = sampled_rank(engine, ids).numpy()
     columns["native_rank"] = sampled_rank(trainer, ids).numpy()
-    columns |= _engine_columns(item, settings.ks, columns["rollout_rank"])
+    queried = item.native.queried
+    assert queried is not None
+    columns |= engine_columns(response.top_log_prob, queried, columns["rollout_rank"], settings.ks)
     columns |= _pair("engine", settings.ks, engine, columns["rollout_rank"], item.native)
     columns |= _pair("floor", settings.ks, trainer, columns["native_rank"], item.again)
     if item.replay is not None:
@@ -60,19 +62,28 @@ def _columns_of(item: ScoredResponse, settings: CollectSettings) -> Columns:
     return columns
 
 
-def _engine_columns(item: ScoredResponse, ks: tuple[int, ...], rank: np.ndarray) -> Columns:
-    """What tells a wrong temperature and a filtering sampler from rounding."""
-    log_prob = item.response.top_log_prob.astype(np.float64)
-    usable = log_prob > FILTERED_LOG_PROB
-    mass = np.where(usable, np.exp(np.where(usable, log_prob, 0.0)), 0.0).cumsum(axis=1)
+def engine_columns(log_prob: np.ndarray, trainer: np.ndarray, rank: np.ndarray, ks: tuple[int, ...]) -> Columns:
+    """What tells a wrong temperature and a filtering sampler from rounding.
+
+    Args:
+        log_prob: ``[R, K]`` of the rollout engine's top-K, by decreasing probability.
+        trainer: ``[R, K]`` of the same ids, trainer.
+        rank: ``[R]`` of the sampled tokens in it.
+        ks: Grid of K.
+
+    Returns:
+        ``rollout_mass``, ``rollout_mass_before``, ``rollout_filtered`` and ``engine_moments`` of the token table.
+    """
+    engine = log_prob.astype(np.float64)
+    usable = engine > FILTERED_LOG_PROB
+    mass = np.where(usable, np.exp(np.where(usable, engine, 0.0)), 0.0).cumsum(axis=1)
     before = np.concatenate([np.zeros((len(mass), 1)), mass], axis=1)
     above = np.where(rank < 0, mass.shape[1], rank)
-    assert item.native.queried is not None
     return {
         "rollout_mass": mass[:, np.array(ks) - 1],
         "rollout_mass_before": np.take_along_axis(before, above[:, None], axis=1)[:, 0],
         "rollout_filtered": (~usable).sum(axis=1),
-        "engine_moments": _moments(item.native.queried.astype(np.float64), log_prob, usable),
+        "engine_moments": _moments(trainer.astype(np.float64), engine, usable),
     }
 
 

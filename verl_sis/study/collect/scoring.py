@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from verl_sis import verl_compat
 from verl_sis.core import envelope
+from verl_sis.core.log_probs import entropy, log_probs_in_chunks
 from verl_sis.errors import SisStateError
 from verl_sis.integration.layout import ResponseLayout
 
@@ -87,30 +88,26 @@ class ScoringPass:
     def _look(self, logits: torch.Tensor, data: TensorDict) -> None:
         layout = ResponseLayout.of(data, local_size=logits.shape[0])
         tokens = layout.token_ids.split(layout.lengths)
+        positions = layout.positions.split(layout.lengths)
         parts = []
-        for number, start, ids in zip(data[NUMBER].tolist(), layout.starts, tokens, strict=True):
+        for number, rows, ids in zip(data[NUMBER].tolist(), positions, tokens, strict=True):
             queries = None if self._queries is None else torch.as_tensor(self._queries[number], device=logits.device)
             chunks = [
-                self._chunk(
-                    logits[start + i : start + min(i + CHUNK_TOKENS, len(ids))],
-                    ids[i : i + CHUNK_TOKENS],
-                    None if queries is None else queries[i : i + CHUNK_TOKENS],
-                )
-                for i in range(0, len(ids), CHUNK_TOKENS)
+                self._chunk(log_prob, ids[part], None if queries is None else queries[part])
+                for part, log_prob in log_probs_in_chunks(logits, rows, chunk_tokens=CHUNK_TOKENS)
             ]
             parts.append({name: _joined([chunk[name] for chunk in chunks]) for name in chunks[0]})
         self._pending = layout, parts
 
     def _chunk(
-        self, logits: torch.Tensor, ids: torch.Tensor, queries: torch.Tensor | None
+        self, log_prob: torch.Tensor, ids: torch.Tensor, queries: torch.Tensor | None
     ) -> dict[str, torch.Tensor | None]:
-        log_prob = torch.log_softmax(logits.float(), dim=-1)
         values = top_ids = None
         if self._own_top_k:
             values, top_ids = envelope.top_k_logits(log_prob, self._own_top_k, chunk_tokens=CHUNK_TOKENS)
         return {
             "log_prob": log_prob.gather(1, ids.long()[:, None]).squeeze(1),
-            "entropy": -(log_prob.exp() * log_prob).sum(dim=-1),
+            "entropy": entropy(log_prob),
             "queried": None if queries is None else log_prob.gather(1, queries.long()),
             "top_ids": top_ids,
             "top_log_prob": values,

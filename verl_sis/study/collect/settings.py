@@ -4,12 +4,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_sis.core.by_k import grid_up_to
 from verl_sis.errors import SisConfigError
 
 DTYPES = ("bfloat16", "float16", "float32")
-
-K_GRID = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-"""Sizes of V_K that a study tries, up to the number of entries that were kept."""
 
 _BIASING_ENGINE_ARGUMENTS = {
     "generation_config": "it can bring sampling filters of its own",
@@ -25,11 +23,6 @@ _BIASING_ENGINE_ARGUMENTS = {
     "tensor_parallel_size": "it is --tensor-parallel",
     "max_model_len": "it follows from --max-prompt-tokens and --max-tokens",
 }
-
-
-def grid(entries: int) -> tuple[int, ...]:
-    """The values of K to try with this many entries: those of ``K_GRID`` below, and the number itself."""
-    return (*(k for k in K_GRID if k < entries), entries)
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ class CollectSettings:
     @property
     def ks(self) -> tuple[int, ...]:
         """The grid of K."""
-        return grid(self.top_k)
+        return grid_up_to(self.top_k)
 
     @property
     def longest(self) -> int:
