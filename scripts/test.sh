@@ -23,5 +23,13 @@ bin=.venv/bin
 # Two processes: most of the time goes into fresh processes that import verl.
 "$bin/python" -m pytest -m "not e2e" -n 2 "$@"
 if $e2e; then
+    if ! command -v chromium >/dev/null; then
+        if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
+            echo "test: expected Chromium, in which reports are opened, found none. Type: sudo apt-get install chromium" >&2
+            exit 1
+        fi
+        apt-get update -qq
+        apt-get install -y -qq chromium >/dev/null
+    fi
     "$bin/python" -m pytest -m e2e "$@"
 fi

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.browser import WIDTHS, opened
 from verl_sis.cpu.quickstart import ROUTING_OVERRIDES
+from verl_sis.records.read import open_study
+from verl_sis.study.report.write import write_report
+from verl_sis.study.summary import summarize
 
 N = 4
 """Mini-batch updates per rollout: the tiny configuration has 16 prompts a rollout and 4 a mini-batch."""
@@ -96,9 +100,17 @@ def test_resume_continues_where_the_run_stopped(train, tmp_path):
     assert later.read_text() == f'{{"format": 1, "updates": {3 * N}}}'
 
 
-def test_bfloat16_has_a_mismatch_that_replay_lowers_and_kappa_still_holds(train, routing_world):
+def test_bfloat16_has_a_mismatch_that_replay_lowers_and_kappa_still_holds(train, routing_world, tmp_path):
     """Within one run, on the same responses: with replay, without, and the trainer against itself."""
-    steps = train("+sis@_global_=dapo", "+routing_replay@_global_=r3", *ROUTING_OVERRIDES, world=routing_world)
+    steps = train(
+        "+sis@_global_=dapo",
+        "+routing_replay@_global_=r3",
+        "actor_rollout_ref.actor.policy_loss.sis.dump.every=2",
+        "trainer.logger=[console,file,tensorboard]",
+        *ROUTING_OVERRIDES,
+        variables={"TENSORBOARD_DIR": str(tmp_path / "tensorboard")},
+        world=routing_world,
+    )
     for step in steps:
         assert 1e-6 < step["actor/mismatch/k3"] < 0.1
         assert abs(step["actor/sis/kappa"] - 1.0) <= 4.0 * step["actor/sis/kappa_se"] + 0.03
@@ -107,6 +119,37 @@ def test_bfloat16_has_a_mismatch_that_replay_lowers_and_kappa_still_holds(train,
         sum(step[f"actor/mismatch{kind}/k3"] for step in steps) for kind in ("", "/native", "/floor")
     )
     assert with_replay < without - floor
+    assert_dump_agrees(steps, tmp_path)
+
+
+def assert_dump_agrees(steps, folder):
+    """The tables of the first and third rollout give the numbers that verl logged, and one report holds both."""
+    dump = folder / "checkpoints" / "sis_dump"
+    files = open_study(dump)
+    assert [file.path.name for file in files] == [f"update-{N * step:08d}-rank-00000.parquet" for step in (0, 2)]
+    for file, step in zip(files, (steps[0], steps[2]), strict=True):
+        found = summarize("dump", file.path)
+        assert found.pool.rows == step["actor/sis/tokens"]
+        (rows,) = file.batches(["accepted", "age"])
+        assert rows["accepted"].mean() == pytest.approx(step["actor/sis/accept_rate"], rel=1e-12)
+        assert sorted(set(rows["age"].tolist())) == list(range(N))
+        assert found.comparison("verl", "k3").value == pytest.approx(step["actor/mismatch/k3"], rel=1e-5)
+        assert found.divergence("update", under_sis=False).value == pytest.approx(step["actor/sis/D"], rel=0.05)
+        # Acceptance is a draw of these probabilities: within five standard errors.
+        expected = found.pair("update", "accepted").value
+        assert abs(expected - step["actor/sis/accept_rate"]) < 5 * math.sqrt(
+            expected * (1 - expected) / found.pool.rows
+        )
+    sections = write_report([folder], folder / "report")
+    assert [section.name for section in sections][-1] == "Training logs"
+    ages = next(figure.table for figure in sections[0].figures if figure.name == "by_age")
+    stale = ages[ages["k"] == ages["k"].max()].set_index("age")["staleness_k3"]
+    # The first mini-batch meets the weights of the anchor; from then on they move.
+    assert stale[0] < 1e-4 * stale[N - 1] or stale[0] < 1e-6
+    assert {"staleness", "acceptance"} <= {finding.name for finding in sections[0].findings}
+    with opened(folder / "report" / "report.html", WIDTHS["desk"]) as (page, errors):
+        assert page.locator("img").count() > 20
+        assert errors == []
 
 
 def test_routes_arrive_at_their_tokens_through_all_of_verl(train, tmp_path):

@@ -117,3 +117,13 @@ def test_no_k_passes_where_the_tail_is_heavy(tmp_path):
     text = text_of(verdict(tmp_path, columns), "certificate")
     assert "does not pass" in text
     assert "No K up to 50 passes" in text
+
+
+def test_kappa_is_judged_in_standard_errors(tmp_path):
+    """A policy that is tested against other envelopes is found; chance of a few standard errors is not."""
+    columns = tables.study_columns(8000)
+    sound = text_of(verdict(tmp_path / "sound", columns), "kappa")
+    assert float(re.search(r"([\d.]+) standard errors", sound)[1]) <= 4.0
+    columns["engine_acceptance"] = columns["engine_acceptance"] * 0.96
+    findings = verdict(tmp_path / "moved", columns)
+    assert [finding.level for finding in findings if finding.name == "kappa"] == ["note"]

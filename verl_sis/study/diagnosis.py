@@ -15,6 +15,15 @@ from verl_sis.study.causes import (
 )
 from verl_sis.study.summary import Summary
 
+KAPPA_SE = 4.0
+"""Standard errors of kappa from 1 that are put down to chance; a report is read for many K and studies."""
+
+KAPPA_FAULT = 0.05
+"""Distance of kappa from 1 that is a fault and no mere note, beyond chance."""
+
+KAPPA_ROUNDING = 1e-5
+"""Standard error below which the float error of the expected rate decides."""
+
 
 def diagnose(summary: Summary) -> list[Finding]:
     """All findings about a study, faults first.
@@ -57,13 +66,17 @@ def _non_finite(summary: Summary) -> Iterator[Finding]:
 
 def _floor(summary: Summary) -> Iterator[Finding]:
     accepted, k3 = summary.pair("floor", "accepted"), summary.comparison("floor", "k3")
-    if accepted and k3:
-        yield Finding(
-            "floor",
-            "note",
-            f"Noise floor: two passes of the trainer over the same weights differ by k3 {k3:.2g}; SIS at K = "
-            f"{summary.headline_k} would accept {accepted:.4f} of tokens between them. No correction can do better.",
-        )
+    engine = summary.comparison("engine", "k3")
+    if accepted is None or k3 is None or engine is None:
+        return
+    share = f" That is {k3.value / engine.value:.0%} of the engine's k3 ({engine:.2g})." if engine.value else ""
+    yield Finding(
+        "floor",
+        "note",
+        f"Noise floor: two passes of the trainer over the same weights differ by k3 {k3:.2g}.{share} SIS at K = "
+        f"{summary.headline_k} would accept {accepted:.4f} of tokens between them; no correction of mismatch does "
+        "better.",
+    )
 
 
 def _replay(summary: Summary) -> Iterator[Finding]:
@@ -142,13 +155,17 @@ def _kappa(summary: Summary) -> Iterator[Finding]:
     kappa = summary.kappa(pair) if pair else None
     if kappa is None or math.isnan(kappa.low):
         return
-    if kappa.low <= 1.0 <= kappa.high or abs(kappa.value - 1.0) < 0.01:
-        yield Finding("kappa", "good", f"kappa is {kappa:.4f}: acceptance is what the policies say it must be.")
+    # Half the width of a 95 % interval is about two standard errors.
+    errors = abs(kappa.value - 1.0) / max((kappa.high - kappa.low) / 4.0, KAPPA_ROUNDING)
+    if errors <= KAPPA_SE:
+        text = f"kappa is {kappa:.4f}, {errors:.1f} standard errors from 1"
+        yield Finding("kappa", "good", f"{text}: acceptance is what the policies say it must be.")
     else:
         yield Finding(
             "kappa",
-            "fault" if abs(kappa.value - 1.0) > 0.05 else "note",
-            f"kappa is {kappa:.4f}, not 1: tokens do not come from the policy whose top-K they are tested against.",
+            "fault" if abs(kappa.value - 1.0) > KAPPA_FAULT else "note",
+            f"kappa is {kappa:.4f}, {errors:.0f} standard errors from 1: tokens do not come from the policy whose "
+            "top-K they are tested against.",
         )
 
 

@@ -52,6 +52,7 @@ from verl_sis.verl_compat.engine import (
     text_config,
     true_on_all_ranks,
 )
+from verl_sis.verl_compat.scoring import build_scoring_worker, score_with
 
 __all__ = [
     "CONTRACT",
@@ -64,6 +65,7 @@ __all__ = [
     "actor_config_of",
     "around_forward",
     "attach_sample_keys",
+    "build_scoring_worker",
     "check_contract",
     "check_engine",
     "check_model_rows",
@@ -89,6 +91,7 @@ __all__ = [
     "response_lengths",
     "response_width",
     "sample_keys",
+    "score_with",
     "sequence_parallel_rank",
     "sequence_parallel_size",
     "sum_over_sequence_parallel",

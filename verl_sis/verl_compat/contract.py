@@ -234,6 +234,26 @@ CONTRACT: tuple[Touchpoint, ...] = (
         parameters=("batch", "indices"),
     ),
     Touchpoint(
+        "verl.workers.config.engine",
+        "TrainingWorkerConfig",
+        "Studies: a training worker outside of a run.",
+        parameters=("model_type", "model_config", "engine_config", "optimizer_config", "checkpoint_config"),
+    ),
+    Touchpoint(
+        "verl.workers.config.engine",
+        "FSDPEngineConfig",
+        "Studies: the forward pass of an actor, in its dtype and with packed dynamic micro-batches.",
+        parameters=(
+            "strategy",
+            "use_dynamic_bsz",
+            "max_token_len_per_gpu",
+            "infer_max_token_len_per_gpu",
+            "model_dtype",
+            "mixed_precision",
+            "use_torch_compile",
+        ),
+    ),
+    Touchpoint(
         "verl.workers.utils.padding",
         "no_padding_2_padding",
         "Slices the response part, shifted by one, out of per-token outputs.",

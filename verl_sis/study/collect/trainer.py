@@ -72,7 +72,11 @@ class Trainer:
         place.export()
         self._settings = settings
         self._place = place
-        self._worker = _build_worker(settings, settings.dtype, settings.attention)
+        tokens = max(settings.micro_batch_tokens, settings.longest)
+        attention = settings.attention or "flash_attention_2"
+        self._worker = verl_compat.build_scoring_worker(
+            settings.model, dtype=settings.dtype, attention=attention, max_tokens=tokens
+        )
         self._passes: RoutingPasses | None = None
         if facts.sparse:
             engine = self._worker.engine
@@ -81,7 +85,9 @@ class Trainer:
             )
             self._passes = RoutingPasses(engine, RoutingReplay(routers))
         # No flash-attention takes float32.
-        self._precise = _build_worker(settings, "float32", "sdpa") if settings.precise else None
+        self._precise = settings.precise and verl_compat.build_scoring_worker(
+            settings.model, dtype="float32", attention="sdpa", max_tokens=tokens
+        )
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -149,8 +155,7 @@ class Trainer:
         batch = hooked(columns, **entries, **({PASS: what} if what and self._passes else {}))
         verl_compat.attach_sample_keys(batch)
         scoring = ScoringPass(queries, own_top_k)
-        worker.loss_fn = scoring
-        worker.infer_batch(batch)
+        verl_compat.score_with(worker, scoring, batch)
         if self._passes:
             self._passes.take()
             self._passes.replay.disarm()
@@ -186,39 +191,3 @@ def _reversed(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         else:
             flipped[name] = column.flip(0)
     return flipped
-
-
-def _build_worker(settings: CollectSettings, dtype: str, attention: str | None) -> Any:
-    """A training worker of verl as it stands in an actor, from the same configuration classes."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
-    from verl.workers.engine_workers import TrainingWorker
-
-    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
-    tokens = max(settings.micro_batch_tokens, settings.longest)
-    engine: dict[str, Any] = {
-        "strategy": "fsdp2",
-        "use_torch_compile": False,
-        "model_dtype": "fp32",
-        "mixed_precision": dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), short),
-        "use_dynamic_bsz": True,
-        "max_token_len_per_gpu": tokens,
-        "infer_max_token_len_per_gpu": tokens,
-    }
-    model: dict[str, Any] = {
-        "path": settings.model,
-        "override_config": {"attn_implementation": attention or "flash_attention_2"},
-        "use_remove_padding": True,
-        "enable_gradient_checkpointing": False,
-    }
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=HFModelConfig(**model),
-            engine_config=FSDPEngineConfig(**engine),
-            optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=1),
-            checkpoint_config=CheckpointConfig(),
-        )
-    )
-    worker.reset()
-    return worker

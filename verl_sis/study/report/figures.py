@@ -14,7 +14,7 @@ COLORS = {
     "engine": "tab:blue",
     "replay": "tab:green",
     "floor": "tab:gray",
-    "update": "tab:red",
+    "update": "tab:pink",
     "verl": "tab:purple",
     "staleness": "tab:red",
     "mode": "tab:olive",
@@ -56,25 +56,29 @@ class FigureSpec:
     panels: int = 1
 
 
-def png(spec: FigureSpec) -> bytes:
-    """Draw a figure.
+def panels(spec: FigureSpec) -> list[bytes]:
+    """Draw a figure, each panel as a picture of its own: side by side on a desk, one below the other on a phone.
 
     Args:
         spec: What to draw.
 
     Returns:
-        A PNG file.
+        PNG files.
     """
     # No display is needed, and no global state of pyplot is touched.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2 * spec.panels, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    spec.draw(figure.subplots(1, spec.panels, squeeze=False)[0], spec.table)
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=110)
-    return stream.getvalue()
+    pictures = [Figure(figsize=(5.2, 3.8), layout="constrained") for _ in range(spec.panels)]
+    for picture in pictures:
+        FigureCanvasAgg(picture)
+    spec.draw([picture.subplots() for picture in pictures], spec.table)
+    files = []
+    for picture in pictures:
+        stream = io.BytesIO()
+        picture.savefig(stream, format="png", dpi=110)
+        files.append(stream.getvalue())
+    return files
 
 
 def band(axis: Any, x: Any, table: pandas.DataFrame, column: str, **style: Any) -> None:
@@ -110,6 +114,8 @@ def acceptance_by_age(axes: Any, table: pandas.DataFrame) -> None:
     for name in ("staleness", "verl", "mode", "update"):
         if f"{name}_k3" in once:
             band(axes[1], once["age"], once, f"{name}_k3", color=COLORS[name], label=name)
+    for axis in axes:
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set(xlabel="age, optimizer updates", ylabel="acceptance (dotted: expected)", ylim=(None, 1.0))
     axes[1].set(xlabel="age, optimizer updates", ylabel="k3")
     _positive(axes[1])
@@ -204,6 +210,9 @@ def side_by_side(axes: Any, table: pandas.DataFrame) -> None:
         axis.errorbar(rows["value"], places, xerr=np.nan_to_num(errors), fmt="o", capsize=3)
         axis.set_yticks(places, rows["study"], fontsize="small")
         axis.set(xlabel=str(measure), ylim=(-0.5, len(rows) - 0.5))
+        low, high = float(np.min(rows["value"])), float(np.max(rows["value"]))
+        if 0 < low < high / 20:
+            axis.set_xscale("log")
         axis.invert_yaxis()
         axis.grid(alpha=0.3)
 

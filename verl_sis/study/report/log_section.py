@@ -113,7 +113,7 @@ def log_findings(log: RunLog) -> Iterator[Finding]:
             text = f"{log.name}: {metric} counts {table[metric].sum():.0f} tokens with an undefined log-prob."
             yield Finding("log_non_finite", "fault", text)
     yield from _mismatch_findings(log)
-    if "actor/sis/accept_rate" in table:
+    if {"actor/sis/accept_rate", "actor/sis/accept_rate_expected"} <= set(table.columns):
         rate, expected = (table[f"actor/sis/{name}"].mean() for name in ("accept_rate", "accept_rate_expected"))
         text = f"{log.name}: SIS accepted {rate:.3f} of tokens on average over steps, expected {expected:.3f}."
         yield Finding("log_acceptance", "note", text)

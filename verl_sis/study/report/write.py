@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 from verl_sis import __version__
 from verl_sis.errors import SisConfigError, StudyFileError
-from verl_sis.study.report.figures import FigureSpec, png
+from verl_sis.study.report.figures import FigureSpec, panels
 from verl_sis.study.report.log_section import log_section, without_duplicates
 from verl_sis.study.report.sections import Section, comparison_section, study_section
 from verl_sis.study.run_logs import RunLog, find_run_logs
@@ -123,18 +123,19 @@ def _context(section: Section, out: Path) -> dict[str, Any]:
 
 def _figure(section: Section, spec: FigureSpec, out: Path) -> dict[str, Any]:
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{section.name}-{spec.name}")
-    image = png(spec)
-    _replace(out / "figures" / f"{slug}.png", image)
+    images = []
+    for number, image in enumerate(panels(spec), start=1):
+        name = f"{slug}-{number}" if spec.panels > 1 else slug
+        _replace(out / "figures" / f"{name}.png", image)
+        # Width and height stand in the first chunk of a PNG file; with them the page does not jump while it loads.
+        width, height = struct.unpack(">II", image[16:24])
+        images.append({"id": name, "png": base64.b64encode(image).decode(), "width": width, "height": height})
     _replace(out / "data" / f"{slug}.csv", spec.table.to_csv(index=False).encode())
-    width, height = struct.unpack(">II", image[16:24])
     html = spec.table.head(TABLE_ROWS).to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}", na_rep="")
     return {
-        "id": slug,
         "title": spec.title,
         "explanation": spec.explanation,
-        "png": base64.b64encode(image).decode(),
-        "width": width,
-        "height": height,
+        "images": images,
         "csv": f"{slug}.csv",
         "html": html,
     }
