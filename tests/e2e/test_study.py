@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.browser import WIDTHS, opened
+from tests.e2e.command import verl_sis
 from verl_sis.cpu.environment import cpu_environment
 from verl_sis.records.contexts import read_contexts
 from verl_sis.records.read import open_study
@@ -25,14 +26,6 @@ PLANTED = {
     "stale": {"other_weights"},
 }
 """Faults that each planted cause must bring into the verdict."""
-
-
-def verl_sis(*arguments, check=True):
-    command = [sys.executable, "-m", "verl_sis", *map(str, arguments)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
-    assert not check or result.returncode == 0, result.stderr[-5000:]
-    return result
 
 
 @pytest.fixture(scope="module")
