@@ -4,6 +4,7 @@ The processes are forked from a server that has imported what verl imports from 
 verl, vLLM or verl_sis. That saves four seconds a process, and what is under test is still imported afresh.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -15,12 +16,31 @@ from pathlib import Path
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "tensordict", "transformers.processing_utils", "datasets", "hydra", "ray"]
+    [
+        "torch",
+        "torch.distributed.fsdp",
+        "torch._inductor.lowering",
+        "torch._dynamo.testing",
+        "tensordict",
+        "transformers.processing_utils",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "datasets",
+        "hydra",
+        "ray",
+        "ray.dag",
+        "peft",
+        "fastapi",
+        "aiohttp",
+        "openai.types.responses",
+        "scipy.signal",
+        "zmq.asyncio",
+    ]
 )
 _OURS = ("verl", "verl_sis", "vllm")
 
 
 def _child(program, environment, folder):
+    gc.freeze()
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), stream)
     early = sorted(name for name in sys.modules if name.split(".")[0] in _OURS)

@@ -127,3 +127,13 @@ def test_kappa_is_judged_in_standard_errors(tmp_path):
     columns["engine_acceptance"] = columns["engine_acceptance"] * 0.96
     findings = verdict(tmp_path / "moved", columns)
     assert [finding.level for finding in findings if finding.name == "kappa"] == ["note"]
+
+
+def test_a_share_of_routing_that_may_be_nothing_is_not_praised(tmp_path):
+    columns = tables.with_routes(tables.study_columns())
+    engine, trainer = columns["rollout_log_prob"], columns["native_log_prob"]
+    # Under replay other tokens differ by as much.
+    columns["replay_log_prob"] = (engine + np.roll(trainer - engine, 1)).astype(np.float32)
+    findings = verdict(tmp_path, columns, tables.ROUTED)
+    assert [finding.level for finding in findings if finding.name == "replay"] == ["note"]
+    assert "overlap" in text_of(findings, "rounding")

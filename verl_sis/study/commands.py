@@ -1,5 +1,6 @@
 """Command line ``verl-sis study ...``."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,21 +105,47 @@ def _engine_argument(text: str) -> tuple[str, Any]:
 
 @app.command()
 def estimator(
-    out: Annotated[Path, typer.Option(help="Directory for tables (CSV) and figures (PNG).")],
-    contexts: Annotated[int, typer.Option(min=2, help="Contexts per seed.")] = 128,
-    vocabulary: Annotated[int, typer.Option(min=20, help="Vocabulary size V.")] = 2048,
-    seeds: Annotated[int, typer.Option(min=2, help="Seeds.")] = 3,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory for tables (CSV) and figures (PNG).")],
+    directory: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", help="Study or sis_dump with contexts/; without, synthetic policies."),
+    ] = None,
+    contexts: Annotated[
+        int | None, typer.Option(min=2, help="Per seed [128]; of DIR, at most, per group [all].")
+    ] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=20, help="Size V of synthetic policies [2048].")] = None,
+    seeds: Annotated[int, typer.Option(min=2, help="Seeds: of all, or of the advantages on the policies of DIR.")] = 3,
 ) -> None:
-    """Bias, variance and error of IS, clipped IS, TIS, CISPO, IcePop and SIS on synthetic policies, exactly."""
-    try:
-        from verl_sis.study.laboratory import Settings
-        from verl_sis.study.laboratory_run import run
-    except ImportError as error:
-        typer.echo(f"studies need pandas and matplotlib ({error}). Type: pip install 'verl-sis[study]'", err=True)
-        raise typer.Exit(1) from error
+    """Bias, variance and error of IS, clipped IS, TIS, CISPO, IcePop and SIS, exactly.
 
-    for line in run(Settings(contexts=contexts, vocabulary=vocabulary, seeds=seeds), out):
-        typer.echo(line)
+    On synthetic policies; or on those of a study or a training run, up to their top-K.
+    """
+    try:
+        for line in _estimator(out, directory, contexts, vocabulary, seeds):
+            typer.echo(line)
+    except SisError as error:
+        raise fail(error) from error
+
+
+def _estimator(
+    out: Path, directory: Path | None, contexts: int | None, vocabulary: int | None, seeds: int
+) -> Iterator[str]:
+    from verl_sis.errors import SisConfigError
+
+    try:
+        from verl_sis.study.collected import collected
+        from verl_sis.study.laboratory import Settings
+        from verl_sis.study.laboratory_run import run, run_collected
+    except ImportError as error:
+        raise SisConfigError(f"studies need more packages ({error}). Type: pip install 'verl-sis[study]'") from error
+    if directory is None:
+        contexts, vocabulary = contexts or Settings.contexts, vocabulary or Settings.vocabulary
+        return run(Settings(contexts=contexts, vocabulary=vocabulary, seeds=seeds), out)
+    if vocabulary is not None:
+        raise SisConfigError(
+            f"--vocabulary is of synthetic policies, and {directory} has its own. Leave one of them out"
+        )
+    return run_collected(collected(directory, seeds=seeds, most=contexts), directory, out)
 
 
 def write(paths: list[Path], out: Path | None) -> None:

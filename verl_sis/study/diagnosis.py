@@ -69,13 +69,14 @@ def _floor(summary: Summary) -> Iterator[Finding]:
     engine = summary.comparison("engine", "k3")
     if accepted is None or k3 is None or engine is None:
         return
+    # R3 can get below this floor: it fixes routes, which two native passes choose anew.
+    routed = ", each with its own routes," if summary.pool.layout.routed else ""
     share = f" That is {k3.value / engine.value:.0%} of the engine's k3 ({engine:.2g})." if engine.value else ""
     yield Finding(
         "floor",
         "note",
-        f"Noise floor: two passes of the trainer over the same weights differ by k3 {k3:.2g}.{share} SIS at K = "
-        f"{summary.headline_k} would accept {accepted:.4f} of tokens between them; no correction of mismatch does "
-        "better.",
+        f"Noise floor: two passes of the trainer over the same weights{routed} differ by k3 {k3:.2g}.{share} SIS at "
+        f"K = {summary.headline_k} would accept {accepted:.4f} of tokens between them.",
     )
 
 
@@ -93,13 +94,16 @@ def _replay(summary: Summary) -> Iterator[Finding]:
             f"Replaying the engine's routes does not help here: k3 {engine:.2g} without, {replay:.2g} with R3.",
         )
         return
-    yield Finding(
-        "replay",
-        "good",
-        f"Routing explains {explained:.0%} of the engine's k3, and R3 removes that: {engine:.2g} without, {replay:.2g} "
-        f"with it. Expert sets differ in some layer at {differing.value:.1%} of tokens, which carry "
-        f"{carried.value:.0%} of k3.",
+    sizes = f"k3 {engine:.2g} without, {replay:.2g} with R3"
+    shares = (
+        f"Expert sets differ in some layer at {differing.value:.1%} of tokens, which carry {carried.value:.0%} of k3."
     )
+    if explained.low <= 0:
+        text = f"Routing explains {explained:.0%} of the engine's k3, which cannot be told from nothing: {sizes}."
+        yield Finding("replay", "note", f"{text} {shares}")
+    else:
+        text = f"Routing explains {explained:.0%} of the engine's k3, and R3 removes that: {sizes}."
+        yield Finding("replay", "good", f"{text} {shares}")
 
 
 def _rounding(summary: Summary) -> Iterator[Finding]:
@@ -108,12 +112,14 @@ def _rounding(summary: Summary) -> Iterator[Finding]:
         return
     if sampled_otherwise(summary) or any(True for _ in other_weights_finding(summary)):
         return  # then the engine's distance is not one of rounding
+    alike = trainer.low <= engine.high and engine.low <= trainer.high
     larger = "trainer" if trainer.value > engine.value else "engine"
+    judged = "their intervals overlap" if alike else f"the {larger} is the less exact of the two"
     yield Finding(
         "rounding",
         "note",
         f"Against the trainer in float32, the trainer's own dtype costs k3 {trainer:.2g} and the engine's "
-        f"{engine:.2g}: the {larger} is the less exact of the two.",
+        f"{engine:.2g}: {judged}.",
     )
 
 

@@ -33,11 +33,13 @@ class Problem:
         old: float64 ``[B, V]``, pi_old.
         current: float64 ``[B, V]``, pi.
         advantage: float64 ``[B, V]``, A(y).
+        lumped: Whether the last column is many tokens in one, which therefore is never in V_K.
     """
 
     old: torch.Tensor
     current: torch.Tensor
     advantage: torch.Tensor
+    lumped: bool = False
 
     def __post_init__(self) -> None:
         """Check that the two are policies over the same vocabulary.
@@ -58,6 +60,11 @@ class Problem:
     def ratio(self) -> torch.Tensor:
         """Ratio w = pi / pi_old, ``[B, V]``."""
         return self.current / self.old
+
+    @property
+    def largest_k(self) -> int:
+        """Number of columns that can be in V_K."""
+        return self.old.shape[1] - self.lumped
 
 
 @dataclass(frozen=True)
@@ -82,10 +89,16 @@ def envelope(problem: Problem, k: int, *, outside_top_k: str = "reject") -> Enve
 
     Args:
         problem: Contexts.
-        k: Size of V_K, at most the vocabulary.
+        k: Size of V_K, at most ``problem.largest_k``.
         outside_top_k: ``reject`` tokens outside V_K (the paper), or test them against the ``envelope`` too.
+
+    Raises:
+        SisShapeError: If ``k`` lies outside ``[1, problem.largest_k]``.
     """
-    inside = torch.zeros_like(problem.old, dtype=torch.bool).scatter_(1, problem.old.topk(k, dim=-1).indices, True)
+    if not 1 <= k <= problem.largest_k:
+        raise SisShapeError(f"K must lie in [1, {problem.largest_k}], the tokens of the problem, got {k}")
+    top = problem.old[:, : problem.largest_k].topk(k, dim=-1).indices
+    inside = torch.zeros_like(problem.old, dtype=torch.bool).scatter_(1, top, True)
     maximum = torch.where(inside, problem.ratio, 0.0).max(dim=-1, keepdim=True).values
     acceptance = (problem.ratio / maximum).clamp(max=1.0)
     if outside_top_k == "reject":

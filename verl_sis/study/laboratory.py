@@ -1,14 +1,16 @@
-"""The estimator laboratory: experiments by exact enumeration on synthetic policies, as tables.
+"""The estimator laboratory: experiments by exact enumeration on synthetic or collected policies, as tables.
 
-    verl-sis study estimator --out DIR
+    verl-sis study estimator --out OUT          synthetic policies
+    verl-sis study estimator DIR --out OUT      those of a study or a training run (verl_sis.study.collected)
 
-Every table is the data of one figure of ``verl_sis.study.laboratory_figures``. Rates are relative to the norm of the
+Every table is the data of figures of ``verl_sis.study.laboratory_figures``. Rates are relative to the norm of the
 target gradient, pooled over contexts (root of mean squares), then averaged over seeds with their standard error.
+``log_ratio_rms`` says how far apart two policies are, synthetic or not.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import pandas
 import torch
@@ -19,10 +21,34 @@ from verl_sis.study import sequences
 SAMPLES = (16, 256, 4096)
 """Numbers of samples in a gradient estimate at which mean squared errors are compared."""
 
+K = 10
+"""K of SIS where estimators stand side by side."""
+
+KS = (1, 5, 10, 20, 50, 100, 500)
+"""Sizes of V_K."""
+
+
+class Policies(Protocol):
+    """Pairs of an old and a current policy, in groups that tables and figures compare."""
+
+    @property
+    def across(self) -> str:
+        """Column of the tables that tells the groups apart."""
+        ...
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Sizes of V_K; the largest that a problem allows is added, larger ones are left out."""
+        ...
+
+    def problems(self) -> Iterator[tuple[float | str, int, lab.Problem]]:
+        """Every group's value of the column ``across``, with every seed, and the problem."""
+        ...
+
 
 @dataclass(frozen=True)
 class Settings:
-    """Size of the laboratory.
+    """Size of the laboratory on synthetic policies.
 
     Attributes:
         contexts: Contexts per seed.
@@ -33,12 +59,20 @@ class Settings:
         zipf: Exponent of the old policy's distribution over ranks.
     """
 
+    across: ClassVar[str] = "drift"
+
     contexts: int = 128
     vocabulary: int = 2048
     drifts: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
-    ks: tuple[int, ...] = (1, 5, 10, 20, 50, 100, 500)
+    ks: tuple[int, ...] = KS
     seeds: int = 3
     zipf: float = 1.5
+
+    def problems(self) -> Iterator[tuple[float, int, lab.Problem]]:
+        """Every drift with every seed, and the problem."""
+        for drift in self.drifts:
+            for seed in range(self.seeds):
+                yield drift, seed, synthetic_problem(self, drift, seed)
 
 
 def synthetic_problem(settings: Settings, drift: float, seed: int) -> lab.Problem:
@@ -70,37 +104,38 @@ def named_estimators(k: int) -> dict[str, lab.Estimator]:
     }
 
 
-def side_by_side(settings: Settings, k: int = 10) -> pandas.DataFrame:
-    """Every estimator at every drift: bias, spread, and mean squared error over that of IS."""
+def side_by_side(policies: Policies) -> pandas.DataFrame:
+    """Every estimator on every group: bias, spread, and mean squared error over that of IS; SIS at ``K``."""
     rows = []
-    for drift, seed, problem in _problems(settings):
+    for group, seed, problem in policies.problems():
+        k = min(K, problem.largest_k)
+        common = {"k": k, policies.across: group, "seed": seed, "log_ratio_rms": log_ratio_rms(problem)}
         reference = lab.quality(problem, lab.importance_sampling)
         for name, estimator in named_estimators(k).items():
-            measured = _measured(lab.quality(problem, estimator), reference)
-            rows.append({"estimator": name, "k": k, "drift": drift, "seed": seed, **measured})
-    return _over_seeds(rows, ["estimator", "k", "drift"])
+            rows.append({"estimator": name, **common, **_measured(lab.quality(problem, estimator), reference)})
+    return _over_seeds(rows, ["estimator", "k", policies.across])
 
 
-def by_k(settings: Settings) -> pandas.DataFrame:
-    """SIS at every K and drift: residual mass, acceptance, bias, mean squared error over that of IS."""
+def by_k(policies: Policies) -> pandas.DataFrame:
+    """SIS at every K on every group: residual mass, acceptance, bias, mean squared error over that of IS."""
     rows = []
-    for drift, seed, problem in _problems(settings):
+    for group, seed, problem in policies.problems():
+        common = {policies.across: group, "seed": seed, "log_ratio_rms": log_ratio_rms(problem)}
         reference = lab.quality(problem, lab.importance_sampling)
-        for k in (*(k for k in settings.ks if k < settings.vocabulary), settings.vocabulary):
+        for k in (*(k for k in policies.ks if k < problem.largest_k), problem.largest_k):
             found = lab.envelope(problem, k)
             accepted = (problem.old * found.acceptance).sum(-1)
             rows.append(
                 {
                     "k": k,
-                    "drift": drift,
-                    "seed": seed,
+                    **common,
                     "residual_mass": float(found.residual_mass.mean()),
                     "residual_mass_p95": float(found.residual_mass.quantile(0.95)),
                     "acceptance": float(accepted.mean()),
                     **_measured(lab.quality(problem, lab.sis(k)), reference),
                 }
             )
-    return _over_seeds(rows, ["k", "drift"])
+    return _over_seeds(rows, ["k", policies.across])
 
 
 def by_sequence(settings: Settings, vocabulary: int = 5, length: int = 4) -> pandas.DataFrame:
@@ -131,10 +166,12 @@ def by_sequence(settings: Settings, vocabulary: int = 5, length: int = 4) -> pan
     return _over_seeds(rows, ["estimator", "drift"])
 
 
-def _problems(settings: Settings) -> Iterator[tuple[float, int, lab.Problem]]:
-    for drift in settings.drifts:
-        for seed in range(settings.seeds):
-            yield drift, seed, synthetic_problem(settings, drift, seed)
+def log_ratio_rms(problem: lab.Problem) -> float:
+    """How far the current policy is from the old one: ``sqrt(E_old[(log w)^2])``, nats, the mean over contexts too.
+
+    Of synthetic policies this is close to the drift, of collected ones it places them on the same scale.
+    """
+    return float((problem.old * problem.ratio.log().square()).sum(-1).mean().sqrt())
 
 
 def _measured(found: lab.Quality, reference: lab.Quality) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pandas
@@ -74,8 +75,10 @@ def _subtitle(summary: Summary) -> str:
     source, pool = summary.source, summary.pool
     facts = [f"{pool.rows:,} tokens of {pool.responses:,} responses"]
     for name in ("model", "dtype", "temperature", "strategy", "base_loss"):
-        if source.get(name) is not None:
-            facts.append(f"{name} {source[name]}")
+        value = source.get(name)
+        if value is not None:
+            # Of a directory its name; a hub's "organisation/model" stays whole.
+            facts.append(f"{name} {Path(value).name if name == 'model' and Path(value).is_absolute() else value}")
     if pool.layout.layers:
         facts.append(f"{len(pool.layout.layers)} layers with experts, {pool.layout.experts_per_token} per token")
     versions = source.get("versions")
