@@ -64,7 +64,7 @@ class TokenFile:
         """
         wanted = [name for name in names if name in self.columns]
         try:
-            with pyarrow.parquet.ParquetFile(self.path, memory_map=True) as file:
+            with pyarrow.parquet.ParquetFile(self.path) as file:
                 for group in range(file.num_row_groups):
                     table = file.read_row_group(group, columns=wanted)
                     yield {name: self._array(name, table.column(name)) for name in wanted}

@@ -83,7 +83,7 @@ def _floor(summary: Summary) -> Iterator[Finding]:
 def _replay(summary: Summary) -> Iterator[Finding]:
     explained, engine = summary.explained_by_routing(), summary.comparison("engine", "k3")
     replay = summary.comparison("replay", "k3")
-    if explained is None or engine is None or replay is None:
+    if explained is None or engine is None or replay is None or not summary.pool.layout.routed:
         return
     differing = summary.bootstrap.ratio("routes.any", "tokens")
     carried = summary.bootstrap.estimate(lambda t: t["routes.engine_k3"] / t["engine.k3"])
