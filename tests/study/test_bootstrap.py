@@ -9,23 +9,25 @@ from verl_sis.study.bootstrap import Bootstrap
 
 
 def test_the_value_is_that_of_the_study_itself():
-    sums = np.array([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]])
-    estimate = Bootstrap(["a", "b"], sums).ratio("a", "b")
-    assert estimate.value == 4.0 / 6.0
-    # Resamples of two responses give 1/2, 3/4 or 4/6.
-    assert (estimate.low, estimate.high) == (0.5, 0.75)
+    """Ten responses of one token, five of them hits: resamples are binomial, with 2 and 8 at 2.5 and 97.5 %."""
+    sums = np.array([[1.0, 1.0]] * 5 + [[0.0, 1.0]] * 5 + [[0.0, 0.0]] * 3)
+    estimate = Bootstrap(["hits", "tokens"], sums).ratio("hits", "tokens")
+    assert estimate.value == 0.5
+    assert (estimate.low, estimate.high) == (0.2, 0.8)
 
 
-def test_one_response_has_no_interval():
-    estimate = Bootstrap(["a", "b"], np.array([[1.0, 2.0]])).ratio("a", "b")
+@pytest.mark.parametrize("responses", [1, 9])
+def test_few_responses_have_no_interval(responses):
+    estimate = Bootstrap(["a", "b"], np.array([[1.0, 2.0]] * responses)).ratio("a", "b")
     assert estimate.value == 0.5
     assert math.isnan(estimate.low)
     assert f"{estimate:.2f}" == "0.50"
 
 
 def test_a_resample_without_a_denominator_gives_no_interval():
-    estimate = Bootstrap(["a", "b"], np.array([[1.0, 2.0], [1.0, 0.0]])).ratio("a", "b")
-    assert estimate.value == 1.0
+    sums = np.array([[1.0, 0.0]] * 9 + [[1.0, 2.0]])
+    estimate = Bootstrap(["a", "b"], sums).ratio("a", "b")
+    assert estimate.value == 5.0
     assert math.isnan(estimate.high)
 
 

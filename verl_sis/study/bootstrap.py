@@ -12,6 +12,9 @@ DRAWS = 1000
 LEVEL = 0.95
 """Coverage of the intervals."""
 
+LEAST_GROUPS = 10
+"""Responses below which there is no interval: resamples of a few say less than they seem to."""
+
 _SEED = 0
 
 
@@ -21,7 +24,7 @@ class Estimate:
 
     Attributes:
         value: Of the pooled sums.
-        low: Lower end; NaN where fewer than two responses were seen.
+        low: Lower end; NaN where fewer than ``LEAST_GROUPS`` responses were seen.
         high: Upper end.
     """
 
@@ -50,7 +53,7 @@ class Bootstrap:
             sums: float64 ``[groups, M]``; groups without a response are all zero and take no part.
         """
         used = sums[np.abs(sums).sum(axis=1) > 0]
-        self._intervals = len(used) > 1
+        self._intervals = len(used) >= LEAST_GROUPS
         weights = np.ones((1, len(used)))
         if self._intervals:
             draws = np.random.default_rng(_SEED).multinomial(len(used), np.full(len(used), 1 / len(used)), DRAWS)

@@ -21,6 +21,9 @@ KAPPA_SE = 4.0
 KAPPA_FAULT = 0.05
 """Distance of kappa from 1 that is a fault and no mere note, beyond chance."""
 
+REPLAY_HARMS = 2.0
+"""Ratio of k3 with R3 to k3 without, beyond both intervals, that is a fault and no mere note."""
+
 KAPPA_ROUNDING = 1e-5
 """Standard error below which the float error of the expected rate decides."""
 
@@ -90,7 +93,7 @@ def _replay(summary: Summary) -> Iterator[Finding]:
     if wrong_routes(summary) or explained.value < 0:
         yield Finding(
             "replay",
-            "fault" if not math.isnan(explained.high) and explained.high < 0 else "note",
+            "fault" if wrong_routes(summary) or replay.low > REPLAY_HARMS * engine.high else "note",
             f"Replaying the engine's routes does not help here: k3 {engine:.2g} without, {replay:.2g} with R3.",
         )
         return
@@ -98,7 +101,7 @@ def _replay(summary: Summary) -> Iterator[Finding]:
     shares = (
         f"Expert sets differ in some layer at {differing.value:.1%} of tokens, which carry {carried.value:.0%} of k3."
     )
-    if explained.low <= 0:
+    if not explained.low > 0:
         text = f"Routing explains {explained:.0%} of the engine's k3, which cannot be told from nothing: {sizes}."
         yield Finding("replay", "note", f"{text} {shares}")
     else:
