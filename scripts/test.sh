@@ -20,8 +20,9 @@ bin=.venv/bin
 "$bin/ruff" format --check .
 "$bin/pyright" verl_sis
 
-# Two processes: most of the time goes into fresh processes that import verl.
-"$bin/python" -m pytest -m "not e2e" -n 2 "$@"
+# Two processes: most of the time goes into fresh processes that import verl. Those are forked from a server, which
+# --dist loadgroup lets one of the two have alone.
+"$bin/python" -m pytest -m "not e2e" -n 2 --dist loadgroup "$@"
 if $e2e; then
     if ! command -v chromium >/dev/null; then
         if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from omegaconf import OmegaConf
 
-from tests.contract.compose import ENOUGH, actor_config, compose_run
+from tests.contract.compose import ENOUGH, actor_config, compose_in_one_go, compose_run
 from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisDumpConfig, SisPolicyLossConfig, SisRunFacts
 from verl_sis.register import presets
 
@@ -28,7 +28,7 @@ def test_the_presets_are_these():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_makes_a_valid_actor(name):
-    config = compose_run(f"+sis@_global_={name}", *ENOUGH)
+    config = compose_in_one_go(f"+sis@_global_={name}", *ENOUGH)
     actor = actor_config(config)
     assert isinstance(actor.policy_loss, SisPolicyLossConfig)
     assert actor.policy_loss.loss_mode == "sis"
@@ -73,7 +73,8 @@ def test_every_value_can_be_overridden(key, value):
 
 
 def test_verls_own_values_still_win_over_the_preset():
-    actor = actor_config(compose_run("+sis@_global_=dapo", "actor_rollout_ref.actor.clip_ratio_high=0.3", *ENOUGH))
+    overrides = ("+sis@_global_=dapo", "actor_rollout_ref.actor.clip_ratio_high=0.3", *ENOUGH)
+    actor = actor_config(compose_in_one_go(*overrides))
     assert actor.clip_ratio_high == 0.3
 
 

@@ -71,7 +71,7 @@ def test_a_list_of_libraries_may_hold_the_activation():
 
 
 def test_what_a_dump_cannot_have_is_refused_with_one_only():
-    """One composition, changed step by step: each takes a second."""
+    """One composition, changed step by step."""
     in_the_way = {"model.enable_activation_offload": True, "actor.fsdp_config.qat.enable": True}
     config = compose_run(
         "+sis@_global_=grpo",

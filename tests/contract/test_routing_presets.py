@@ -4,7 +4,7 @@ import pytest
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
-from tests.contract.compose import ENOUGH, actor_config, compose_run
+from tests.contract.compose import ENOUGH, actor_config, compose_in_one_go, compose_run
 from verl_sis.config import ACTIVATION_MODULE, SisPolicyLossConfig
 from verl_sis.errors import SisConfigError
 from verl_sis.register import presets
@@ -41,7 +41,7 @@ def test_preset_sets_both_sides(mode, suffix):
 
 @pytest.mark.parametrize("mode", ["r2", "r3"])
 def test_an_fsdp_actor_holds_the_validated_section(mode):
-    actor = actor_config(compose_run(f"+routing_replay@_global_={mode}", *ENOUGH))
+    actor = actor_config(compose_in_one_go(f"+routing_replay@_global_={mode}", *ENOUGH))
     replay = actor.engine.router_replay
     assert isinstance(replay, RoutingReplayConfig)
     assert (replay.mode, replay.on_fsdp, replay.min_agreement, replay.native_pass_every) == (mode.upper(), True, 0.5, 0)
@@ -59,7 +59,7 @@ def test_both_groups_compose_in_either_order(groups):
 
 def test_values_can_be_overridden():
     actor = actor_config(
-        compose_run(
+        compose_in_one_go(
             "+routing_replay@_global_=r3", f"{REPLAY}.native_pass_every=5", f"{REPLAY}.min_agreement=0", *ENOUGH
         )
     )

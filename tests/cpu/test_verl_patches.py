@@ -1,10 +1,11 @@
 """Each of verl's patches: without it the documented failure, with it none."""
 
 import subprocess
+import time
 
 import pytest
 
-from tests.subprocesses import output_of, run_python
+from tests.subprocesses import output_of, run_python, started
 
 INITIALIZE = """
     import os
@@ -69,17 +70,18 @@ SEND = """
 """
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unpatched_sender():
+    """Waits while other tests run."""
+    with started(SEND, VERL_SIS_CPU_DISABLE="P4", VERL_SIS_WEIGHT_SYNC_TIMEOUT_S="0.5") as running:
+        yield running
+
+
 def test_p4_sender_gives_up_and_says_why():
     done = run_python(SEND, VERL_SIS_WEIGHT_SYNC_TIMEOUT_S="0.5")
     assert done.returncode != 0
     assert "SisStateError: expected the rollout engine to acknowledge" in done.stderr
     assert "VERL_SIS_WEIGHT_SYNC_TIMEOUT_S=600" in done.stderr
-
-
-def test_p4_without_it_the_sender_waits_for_ever():
-    with pytest.raises(subprocess.TimeoutExpired) as caught:
-        run_python(SEND, timeout=40, VERL_SIS_CPU_DISABLE="P4", VERL_SIS_WEIGHT_SYNC_TIMEOUT_S="0.5")
-    assert "sending" in caught.value.stdout
 
 
 def test_p5_polling_interval():
@@ -117,3 +119,12 @@ def test_p6_attention_of_the_critic():
     done = run_python(CRITIC, VERL_SIS_CPU_DISABLE="P6")
     assert done.returncode != 0
     assert "install trl" in done.stderr or "flash" in done.stderr.lower()
+
+
+@pytest.mark.waits
+def test_p4_without_it_the_sender_waits_for_ever(unpatched_sender):
+    """40 seconds from its call on, which was before the first test of this file."""
+    waited = time.time() - unpatched_sender.wait_for("sending")
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        unpatched_sender.finish(timeout=max(40 - waited, 0.1))
+    assert "sending" in caught.value.stdout

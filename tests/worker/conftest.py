@@ -1,8 +1,8 @@
-"""One model folder and one process group for all tests of a worker in this process."""
+"""One model folder and one process group for all tests of a worker in this process, and one more pair of processes."""
 
 import pytest
 
-from tests.worker import harness
+from tests.worker import harness, ranks
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +19,11 @@ def build(model_folder):
         return harness.build_worker(harness.Settings(model=model_folder, **changes))
 
     return build_worker
+
+
+@pytest.fixture(scope="package")
+def two_ranks():
+    """Started once for all tests that need them, and ended after the last test of this folder."""
+    started = ranks.TwoRanks()
+    yield started
+    started.stop()

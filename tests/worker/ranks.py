@@ -1,6 +1,11 @@
-"""Real process groups: the same rollout on two gloo ranks of one machine, in several layouts."""
+"""Two real ranks of one gloo group, and the same rollout in several layouts on them."""
 
+import gc
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,55 @@ from tests.worker import harness, recorder, ulysses_on_cpu
 WORLD_SIZE = 2
 
 
+class TwoRanks:
+    """Two processes that import verl once and then run one job after another."""
+
+    def __init__(self) -> None:
+        """Start them."""
+        self._jobs: list[SimpleQueue] = [get_context("forkserver").SimpleQueue() for _ in range(WORLD_SIZE)]
+        self._processes = mp.start_processes(
+            _rank_main,
+            args=(harness.free_port(), self._jobs),
+            nprocs=WORLD_SIZE,
+            join=False,
+            start_method="forkserver",
+        )
+
+    def run(self, folder: Path, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what ``job(rank, *args)`` returns on each rank; raise what it raises on one of them."""
+        files = [folder / f"rank_{rank}.pt" for rank in range(WORLD_SIZE)]
+        for jobs, file in zip(self._jobs, files, strict=True):
+            jobs.put(pickle.dumps((job, args, file)))
+        while not all(file.exists() for file in files):
+            assert not self._processes.join(timeout=0.1), "the ranks ended without a result"
+        return [torch.load(file, weights_only=False) for file in files]
+
+    def stop(self) -> None:
+        """End them."""
+        for jobs in self._jobs:
+            jobs.put(None)
+        for process in self._processes.processes:
+            process.join(30)
+            process.kill()
+
+
+def _rank_main(rank: int, port: int, queues: list[SimpleQueue]) -> None:
+    # What the server imported is never garbage here; a search through all of it takes half a second.
+    gc.freeze()
+    harness.prepare_environment(rank, WORLD_SIZE, port)
+    torch.set_num_threads(1)
+    ulysses_on_cpu.install()
+    try:
+        while message := queues[rank].get():
+            job, args, file = pickle.loads(message)
+            unfinished = file.with_suffix(".unfinished")
+            torch.save(job(rank, *args), unfinished)
+            unfinished.rename(file)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
 @dataclass
 class Layout:
     """How the ranks share the work: data parallel, or Ulysses sequence parallel of size 2."""
@@ -21,36 +75,17 @@ class Layout:
     sequence_parallel: int = 1
 
 
-def run_on_ranks(folder: Path, layouts: dict[str, Layout], rollout: harness.Rollout) -> dict[str, list[dict[str, Any]]]:
-    """Run two steps of each layout on one pair of fresh processes.
-
-    Returns:
-        By layout, of each rank: its decisions, and the metrics of its updates (empty where verl returns none).
-    """
-    mp.start_processes(
-        _rank_main,
-        args=(harness.free_port(), folder, layouts, rollout),
-        nprocs=WORLD_SIZE,
-        start_method="forkserver",
-    )
-    results = [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(WORLD_SIZE)]
-    return {name: [result[name] for result in results] for name in layouts}
-
-
-def _rank_main(rank: int, port: int, folder: Path, layouts: dict[str, Layout], rollout: harness.Rollout) -> None:
-    harness.prepare_environment(rank, WORLD_SIZE, port)
-    torch.set_num_threads(1)
-    ulysses_on_cpu.install()
-    try:
-        results = {name: two_steps(layout, rollout, rank) for name, layout in layouts.items()}
-        torch.save(results, folder / f"rank_{rank}.pt")
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+def two_steps_of_each(rank: int, layouts: dict[str, Layout], rollout: harness.Rollout) -> dict[str, dict[str, Any]]:
+    """Two steps of each layout; by layout, the rank's decisions and the metrics of its updates."""
+    return {name: two_steps(layout, rollout, rank) for name, layout in layouts.items()}
 
 
 def two_steps(layout: Layout, rollout: harness.Rollout, rank: int = 0, world_size: int = WORLD_SIZE) -> dict[str, Any]:
-    """Two steps (old pass, update) of one rank on its share of the rollout."""
+    """Two steps (old pass, update) of one rank on its share of the rollout.
+
+    Returns:
+        Its decisions, and the metrics of its updates (empty where verl returns none).
+    """
     size = layout.sequence_parallel
     worker = harness.build_worker(layout.settings)
     count = len(rollout.responses) * size // world_size

@@ -40,7 +40,8 @@ def build_wide_model_folder(folder: Path) -> Path:
     )
     torch.manual_seed(0)
     tokenizer.save_pretrained(folder)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    # Experts in one tensor, as they are in memory: to join 300 of them takes most of the time of loading.
+    Qwen3MoeForCausalLM(config).save_pretrained(folder, save_original_format=False)
     return folder
 
 

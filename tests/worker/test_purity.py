@@ -30,9 +30,10 @@ def rollout():
     return harness.made_up_rollout(LENGTHS)
 
 
-@pytest.fixture
-def reference(build, rollout):
-    return run(build(micro_batch_size=4), rollout)
+@pytest.fixture(scope="module")
+def reference(model_folder, rollout):
+    torch.set_num_threads(1)
+    return run(harness.build_worker(harness.Settings(model=model_folder, micro_batch_size=4)), rollout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

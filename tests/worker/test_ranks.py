@@ -28,7 +28,7 @@ def dumped(folder):
 
 
 @pytest.fixture(scope="module")
-def results(model_folder, rollout, dumps, tmp_path_factory):
+def results(model_folder, rollout, dumps, two_ranks, tmp_path_factory):
     def settings(**changes):
         return harness.Settings(model=model_folder, **changes)
 
@@ -42,7 +42,8 @@ def results(model_folder, rollout, dumps, tmp_path_factory):
         "data parallel, dynamic batches": ranks.Layout(settings(max_tokens=24)),
         "sequence parallel": ranks.Layout(under_ulysses, sequence_parallel=2),
     }
-    return ranks.run_on_ranks(tmp_path_factory.mktemp("ranks"), layouts, rollout)
+    of_ranks = two_ranks.run(tmp_path_factory.mktemp("ranks"), ranks.two_steps_of_each, layouts, rollout)
+    return {name: [found[name] for found in of_ranks] for name in layouts}
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,12 @@
 """Routing replay on two real ranks (gloo): data parallel and Ulysses sequence parallel, FSDP2."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
-import tests.subprocesses  # noqa: F401  (tells the server what to have at hand)
-from tests.worker import harness, routes, ulysses_on_cpu
+from tests.worker import harness, routes
 from tests.worker.ulysses_on_cpu import NAME
 
 LENGTHS = [5, 1, 9, 4, 7, 2, 3, 6]
@@ -28,16 +25,9 @@ def rollout() -> harness.Rollout:
     return routes.with_labels(routes.distinct_tokens(LENGTHS))
 
 
-def rank_main(rank: int, port: int, folder: Path, layouts: dict[str, Layout]) -> None:
-    harness.prepare_environment(rank, 2, port)
-    torch.set_num_threads(1)
-    ulysses_on_cpu.install()
-    try:
-        results = {name: one_step(layout, rank, 2) for name, layout in layouts.items()}
-        torch.save(results, folder / f"rank_{rank}.pt")
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+def one_step_of_each(rank: int, layouts: dict[str, Layout]) -> dict[str, dict[str, Any]]:
+    """One step of each layout on one of two ranks."""
+    return {name: one_step(layout, rank, 2) for name, layout in layouts.items()}
 
 
 def one_step(layout: Layout, rank: int, world_size: int) -> dict[str, Any]:
@@ -97,10 +87,8 @@ def layouts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(layouts, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(rank_main, args=(harness.free_port(), folder, layouts), nprocs=2, start_method="forkserver")
-    return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(2)]
+def results(layouts, two_ranks, tmp_path_factory):
+    return two_ranks.run(tmp_path_factory.mktemp("ranks"), one_step_of_each, layouts)
 
 
 @pytest.fixture(scope="module")
