@@ -7,8 +7,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -20,20 +25,33 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "waits: only waits for time to pass; comes last, when it has passed")
 
 
-def pytest_itemcollected(item):
-    """Under ``pytest -n 2 --dist loadgroup``, tests that share something expensive run in one worker, which has it once.
-
-    That is the server that forks processes, and what a fixture makes for all tests of a module.
-    """
-    if "two_ranks" in item.fixturenames or _imports_from(item.module, "tests.subprocesses"):
-        item.add_marker(pytest.mark.xdist_group("fork server"))
-    elif any(found[-1].scope == "module" for found in item._fixtureinfo.name2fixturedefs.values()):
-        item.add_marker(pytest.mark.xdist_group(item.module.__name__))
-
-
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("waits") is not None)
 
 
-def _imports_from(module, name):
-    return any(getattr(value, "__module__", None) == name for value in vars(module).values())
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Several workers (``pytest -n 2``): tests that share something expensive run in one, which then has it once.
+
+    That is the server that forks processes, and what a fixture makes for all tests of a module. pytest-xdist 3.8 would
+    do this with marks (``--dist loadgroup``), but with pytest 9.2 it overlooks them.
+    """
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return _unit(nodeid)
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def _unit(nodeid):
+    """What runs in one worker: all tests that fork, all tests of one file, or one test."""
+    file = nodeid.partition("::")[0]
+    text = (ROOT / file).read_text()
+    if "tests.subprocesses" in text or "two_ranks" in text:
+        return "tests that fork"
+    return file if 'scope="module"' in text else nodeid
