@@ -1,8 +1,15 @@
 """One model folder and one process group for all tests of a worker in this process, and one more pair of processes."""
 
 import pytest
+import torch
 
 from tests.worker import harness, ranks
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers():
+    """Adapters of LoRA start at random ones: else a test's would depend on the tests before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
