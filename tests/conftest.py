@@ -33,8 +33,8 @@ def pytest_collection_modifyitems(items):
 def pytest_xdist_make_scheduler(config, log):
     """Several workers (``pytest -n 2``): tests that share something expensive run in one, which then has it once.
 
-    That is the server that forks processes, and what a fixture makes for all tests of a module. pytest-xdist 3.8 would
-    do this with marks (``--dist loadgroup``), but with pytest 9.2 it overlooks them.
+    That is the server that forks processes, what Hydra has read, and what a fixture makes for all tests of a module.
+    pytest-xdist 3.8 would do this with marks (``--dist loadgroup``), but with pytest 9.2 it overlooks them.
     """
     if config.getvalue("dist") != "load":
         return None
@@ -49,9 +49,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 @functools.cache
 def _unit(nodeid):
-    """What runs in one worker: all tests that fork, all tests of one file, or one test."""
+    """What runs in one worker: all tests that fork, all that compose, all of one file, or a single one."""
     file = nodeid.partition("::")[0]
     text = (ROOT / file).read_text()
     if "tests.subprocesses" in text or "two_ranks" in text:
         return "tests that fork"
+    if "tests.contract.compose" in text:
+        return "tests that compose"
     return file if 'scope="module"' in text else nodeid
