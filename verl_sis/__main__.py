@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from verl_sis.data.commands import app as data
+from verl_sis.search.commands import app as search
 from verl_sis.study.commands import app as study
 
 app = typer.Typer(
@@ -37,6 +39,8 @@ def doctor() -> None:
 
 
 app.add_typer(study, name="study")
+app.add_typer(data, name="data")
+app.add_typer(search, name="search")
 
 
 @app.command()
@@ -48,6 +52,22 @@ def report(
     from verl_sis.study.commands import write
 
     write(paths, out)
+
+
+@app.command()
+def tables(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories with runs below them.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory for Markdown, CSV, LaTeX, PNG and JSON.")],
+    at: Annotated[str, typer.Option(help="Reported validation: last, best, or an optimizer step.")] = "last",
+    allow_mixed: Annotated[
+        list[str] | None, typer.Option(help="Key of the protocol that may differ; every caption then says so.")
+    ] = None,
+    allow_unfinished: Annotated[bool, typer.Option(help="Take runs that ended early; they are marked.")] = False,
+) -> None:
+    """The paper's tables and figures from runs: means and errors over seeds, paired tests, the paper's numbers."""
+    from verl_sis.tables.commands import write
+
+    write(runs, out, at, allow_mixed or (), allow_unfinished)
 
 
 if __name__ == "__main__":

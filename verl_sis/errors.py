@@ -27,3 +27,15 @@ class SisShapeError(SisError, ValueError):
 
 class StudyFileError(SisError, ValueError):
     """A file given to a study cannot be read, is corrupt, or is not of a kind that the study knows."""
+
+
+class RetrievalError(SisError, RuntimeError):
+    """A corpus, an index or a retrieval server is not what the run expects, or the server cannot be reached."""
+
+
+class RunComparisonError(SisError, ValueError):
+    """Runs that do not make one comparison: protocols that differ, equal seeds, unequal lengths, an unfinished run."""
+
+
+class DataSetError(SisError, ValueError):
+    """A data set is missing, or is not what its source promises: schema, number of rows, checksum, one answer each."""

@@ -7,6 +7,9 @@ import pytest
 from verl_sis import errors
 
 KINDS = {
+    errors.DataSetError: ValueError,
+    errors.RetrievalError: RuntimeError,
+    errors.RunComparisonError: ValueError,
     errors.SisError: Exception,
     errors.SisConfigError: ValueError,
     errors.SisShapeError: ValueError,

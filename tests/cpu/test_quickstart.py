@@ -78,7 +78,7 @@ def test_a_failure_shows_the_end_of_the_log(fake_run):
 
 def test_routing_replay_brings_its_world_and_its_precision(fake_run):
     _, _, overrides = fake_run(0, "fine", typed=["+routing_replay@_global_=r3"])
-    assert fake_run.worlds == [quickstart.ROUTING_WORLD]
+    assert fake_run.worlds == [quickstart.tiny_world.ROUTING_WORLD]
     assert overrides[-1] == "+routing_replay@_global_=r3"
     assert set(quickstart.ROUTING_OVERRIDES) <= set(overrides)
 

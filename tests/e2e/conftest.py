@@ -7,7 +7,7 @@ import pytest
 
 from verl_sis.cpu import tiny_world
 from verl_sis.cpu.launch import run_verl
-from verl_sis.cpu.quickstart import ROUTING_WORLD
+from verl_sis.cpu.tiny_world import ROUTING_WORLD
 
 ROOT = Path(__file__).parents[2]
 MINUTES = 60

@@ -22,8 +22,12 @@ MAY_IMPORT = {
     "integration": {"", "config", "core", "errors", "records", "register", "routing_replay", "verl_compat", "cpu"},
     "register": {"", "core", "cpu", "errors", "integration", "verl_compat"},
     "study": {"", "core", "cpu", "errors", "integration", "records", "routing_replay", "verl_compat"},
-    "cpu": {"errors", "cpu"},
-    "__main__": {"doctor", "study"},
+    "search": {"errors", "rewards"},
+    "cpu": {"errors", "cpu", "search"},
+    "tables": {"errors", "study"},
+    "rewards": {"errors"},
+    "data": {"", "errors"},
+    "__main__": {"data", "doctor", "search", "study", "tables"},
     "doctor": {"", "core", "config", "cpu", "errors", "integration", "register", "routing_replay", "verl_compat"},
 }
 """Which part of the package may import which; a part may always import itself."""

@@ -19,8 +19,6 @@ from rich.console import Console
 from verl_sis.cpu import curves, tiny_world
 from verl_sis.cpu.launch import RunResult, run_verl
 from verl_sis.cpu.run_metrics import HELD_OUT, format_step, print_table, read_verl_log, write_jsonl
-from verl_sis.cpu.tiny_model import ModelShape
-from verl_sis.cpu.warm_start import WarmStart
 
 # Seventeen columns of figures need more than the 80 that a pipe is given.
 _TABLE_WIDTH = 160
@@ -46,11 +44,6 @@ OVERRIDES = (
 )
 """What the quickstart changes of verl's defaults; a user's own overrides come after these and win."""
 
-
-ROUTING_WORLD = tiny_world.TinyWorld(
-    shape=ModelShape(layers=4, experts=32, experts_per_token=4, expert_size=32), warm_start=WarmStart(steps=400)
-)
-"""The world under routing replay. With 8 experts the router of a trained model is too sure for engines to differ."""
 
 _REPLAY = "+routing_replay@_global_="
 
@@ -90,7 +83,7 @@ def run(output: Path, overrides: list[str], base: bool, console: Console) -> int
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     replay = any(override.startswith(_REPLAY) for override in overrides)
-    world = tiny_world.build(output.parent / "tiny_world", ROUTING_WORLD if replay else None)
+    world = tiny_world.build(output.parent / "tiny_world", tiny_world.ROUTING_WORLD if replay else None)
     raw, log = output / "verl_metrics.jsonl", output / "verl.log"
     raw.unlink(missing_ok=True)
     chosen = [

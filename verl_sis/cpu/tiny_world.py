@@ -13,7 +13,8 @@ import os
 import random
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,6 +55,12 @@ class TinyWorld:
         """Name of the directory that holds this world: twelve hexadecimal digits over all settings."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+ROUTING_WORLD = TinyWorld(
+    shape=ModelShape(layers=4, experts=32, experts_per_token=4, expert_size=32), warm_start=WarmStart(steps=400)
+)
+"""The world under routing replay. With 8 experts the router of a trained model is too sure for engines to differ."""
 
 
 def data_source(level: int) -> str:
@@ -120,13 +127,27 @@ def build(root: Path, world: TinyWorld | None = None, quiet: bool = False) -> Pa
         ``root / world.key``. It appears in one step, complete, even if two processes build it at once.
     """
     world = world or TinyWorld()
-    target = root / world.key
+    return build_once(root, world.key, lambda directory: _write(directory, world, quiet))
+
+
+def build_once(root: Path, key: str, write: Callable[[Path], None]) -> Path:
+    """Make a directory that its key determines, or find it.
+
+    Args:
+        root: Directory for all of them; made if missing.
+        key: Its name.
+        write: Fills an empty directory.
+
+    Returns:
+        ``root / key``. It appears in one step, complete, even if two processes make it at once.
+    """
+    target = root / key
     if target.is_dir():
         return target
     root.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{world.key}-", dir=root))
+    scratch = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
     try:
-        _write(scratch, world, quiet)
+        write(scratch)
         scratch.chmod(0o755)
         _publish(scratch, target)
     finally:
@@ -175,10 +196,17 @@ def main() -> None:
     def command(
         out: Annotated[Path, typer.Option(help="Directory for all worlds; each has a sub-directory named by its key.")],
         seed: Annotated[int, typer.Option(help="Of the weights and of the data.")] = 0,
-        steps: Annotated[int, typer.Option(help="Steps of the warm start; 0 for random weights.")] = WarmStart.steps,
+        steps: Annotated[
+            int | None, typer.Option(help="Steps of the warm start; 0 for random weights.", show_default=False)
+        ] = None,
+        routing: Annotated[
+            bool, typer.Option("--routing", help="More experts and layers, for routing replay.")
+        ] = False,
     ) -> None:
         """Build the tiny world, or find it, and print its directory on the last line."""
-        world = TinyWorld(warm_start=WarmStart(steps=steps), seed=seed)
+        world = replace(ROUTING_WORLD if routing else TinyWorld(), seed=seed)
+        if steps is not None:
+            world = replace(world, warm_start=replace(world.warm_start, steps=steps))
         print(build(out.resolve(), world))
 
     typer.run(command)

@@ -70,16 +70,37 @@ def train(
         seed: Of the data.
         report: Called after each step with its number, from 1, and its loss in nats per response token.
     """
+    rng = random.Random(seed)
+
+    def batch() -> dict[str, Any]:
+        problems = [_draw_unseen(held_out, rng) for _ in range(settings.batch_size)]
+        rows = [encode(tokenizer, problem, problem.solution(rng, settings.mistakes)) for problem in problems]
+        return _pad(rows, tokenizer.pad_token_id)
+
+    fit(model, batch, settings, report)
+
+
+def fit(
+    model: Any,
+    batch: Callable[[], dict[str, Any]],
+    settings: WarmStart,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Train the model in place; its mode is evaluation afterwards.
+
+    Args:
+        model: A causal language model of transformers, in fp32.
+        batch: Makes the keyword arguments of one call of the model, among them ``labels``.
+        settings: Of the loop.
+        report: Called after each step with its number, from 1, and its loss in nats per labelled token.
+    """
     import torch
 
-    rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings))
     model.train()
     for step in range(1, settings.steps + 1):
-        problems = [_draw_unseen(held_out, rng) for _ in range(settings.batch_size)]
-        rows = [encode(tokenizer, problem, problem.solution(rng, settings.mistakes)) for problem in problems]
-        loss = model(**_pad(rows, tokenizer.pad_token_id)).loss
+        loss = model(**batch()).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,0 +1,1 @@
+"""The paper's tables and figures from run directories, with seeds, standard errors and the protocol that was used."""
