@@ -23,6 +23,8 @@ ACTIVATION_MODULE = "verl_sis.integration.activate"
 ESTIMATORS = ("sampled", "expected")
 BEHAVIORS = ("old",)
 SUPPORTED_STRATEGIES = ("fsdp", "fsdp2")
+FUSED_KERNELS_BACKENDS = ("torch", "triton", "liger")
+"""verl's names. ``torch`` was run; the log-probs of the others are compared with hidden states times LM head."""
 
 
 @dataclass
@@ -42,6 +44,7 @@ class SisRunFacts(BaseConfig):
         repetition_penalty (float): ``actor_rollout_ref.rollout.repetition_penalty``.
         logprobs_mode (str): ``actor_rollout_ref.rollout.logprobs_mode``.
         use_fused_kernels (bool): ``actor_rollout_ref.model.use_fused_kernels``.
+        fused_kernels_backend (Any): ``actor_rollout_ref.model.fused_kernel_options.impl_backend``, a name or None.
         pad_to_length (bool): ``actor_rollout_ref.actor.fsdp_config.pad_to_length``.
         distillation (bool): ``distillation.enabled``.
         return_routes (bool): ``actor_rollout_ref.rollout.enable_rollout_routing_replay``.
@@ -62,6 +65,7 @@ class SisRunFacts(BaseConfig):
     repetition_penalty: float = 1.0
     logprobs_mode: str = "processed_logprobs"
     use_fused_kernels: bool = False
+    fused_kernels_backend: Any = None
     pad_to_length: bool = False
     distillation: bool = False
     return_routes: bool = False
@@ -133,9 +137,11 @@ class SisRunFacts(BaseConfig):
             )
 
     def _check_logits(self) -> None:
-        if self.use_fused_kernels:
+        if self.use_fused_kernels and self.fused_kernels_backend not in FUSED_KERNELS_BACKENDS:
             raise SisConfigError(
-                "SIS reads the logits, and fused kernels never materialise them. Type "
+                f"SIS supports the fused kernels {', '.join(FUSED_KERNELS_BACKENDS)}, got actor_rollout_ref.model."
+                f"fused_kernel_options.impl_backend={self.fused_kernels_backend!r}, with which verl leaves the model "
+                "as it is. Type actor_rollout_ref.model.fused_kernel_options.impl_backend=torch, or "
                 "actor_rollout_ref.model.use_fused_kernels=False"
             )
         if self.pad_to_length:

@@ -12,7 +12,8 @@ from verl_sis.config import SisConfig
 from verl_sis.core import acceptance
 from verl_sis.core.by_k import acceptance_by_k, grid_up_to, sampled_rank
 from verl_sis.core.envelope import TopK
-from verl_sis.core.log_probs import entropy, log_probs_in_chunks
+from verl_sis.core.linear_head import Logits, log_probs_of_rows, tokens_of
+from verl_sis.core.log_probs import entropy
 from verl_sis.integration.dump_selection import Selection
 from verl_sis.integration.layout import ResponseLayout
 from verl_sis.integration.policy_loss import MicroBatch
@@ -73,7 +74,7 @@ class RolloutRows:
         """Samples seen so far, in all micro-batches."""
         self._seen: _Seen | None = None
 
-    def anchor(self, logits: torch.Tensor, data: TensorDict) -> None:
+    def anchor(self, logits: Logits, data: TensorDict) -> None:
         """Keep the log-probs of the chosen tokens before the first update.
 
         Args:
@@ -94,7 +95,7 @@ class RolloutRows:
             if len(row):
                 self._anchors[key] = row
 
-    def look(self, logits: torch.Tensor, layout: ResponseLayout, top_k: TopK, data: TensorDict) -> None:
+    def look(self, logits: Logits, layout: ResponseLayout, top_k: TopK, data: TensorDict) -> None:
         """Take from the live logits of an update what the chosen tokens need: acceptance at each K, and entropy.
 
         Acceptance is that of the paper, 0 outside of V_K, also in a run with ``outside_top_k=envelope``. The old side
@@ -115,7 +116,7 @@ class RolloutRows:
         parts, at_top_k = [], []
         for part, log_prob in self._log_probs(logits, layout, mine):
             at = mine[part]
-            old, token = _tokens_of(top_k, at), layout.token_ids[at]
+            old, token = tokens_of(top_k, at), layout.token_ids[at]
             current, sampled = log_prob.gather(1, old.ids.long()), log_prob.gather(1, token[:, None])
             by_k = acceptance_by_k(self.ks, old, sampled_rank(old, token), current, sampled.squeeze(1))
             tests = (by_k.log_envelope, by_k.residual_mass, by_k.acceptance)
@@ -123,7 +124,7 @@ class RolloutRows:
             at_top_k.append(current[context[local][part]])
         values = _of_all_ranks(parts, local)
         current = _of_all_ranks(at_top_k, local[context])
-        old = _tokens_of(top_k, picked)
+        old = tokens_of(top_k, picked)
         log_envelope, residual_mass, acceptance_probability = values[:, 2:].split(len(self.ks), dim=1)
         columns = {
             "token": layout.token_ids[picked],
@@ -184,9 +185,9 @@ class RolloutRows:
         self.columns.append(_on_host(columns))
         self.contexts.append(_on_host(contexts))
 
-    def _log_probs(self, logits: torch.Tensor, layout: ResponseLayout, mine: torch.Tensor) -> Any:
+    def _log_probs(self, logits: Logits, layout: ResponseLayout, mine: torch.Tensor) -> Any:
         rows = layout.positions[mine] - layout.local_start
-        return log_probs_in_chunks(logits, rows, chunk_tokens=self._config.chunk_tokens)
+        return log_probs_of_rows(logits, rows, chunk_tokens=self._config.chunk_tokens)
 
 
 class AnchorPass:
@@ -200,23 +201,19 @@ class AnchorPass:
         self,
         *,
         data: TensorDict,
-        student_logits: torch.Tensor | None = None,
+        student_logits: Logits | None = None,
         model_output: dict[str, torch.Tensor] | None = None,
         dp_group: Any = None,
     ) -> Any:
         """Answer one of the engine's two calls, as ``verl_sis.integration.passes.OldPass`` does."""
         if student_logits is None:
             return torch.tensor(1.0), {}
-        self._rows.anchor(student_logits.squeeze(0), data)
+        self._rows.anchor(verl_compat.packed_rows(student_logits), data)
         return {}
 
 
 def _mask(data: TensorDict) -> torch.Tensor:
     return verl_compat.padded(data, "response_mask").bool()
-
-
-def _tokens_of(top_k: TopK, index: torch.Tensor) -> TopK:
-    return TopK(top_k.ids[index], top_k.log_prob[index], top_k.sampled_log_prob[index], top_k.contains_sampled[index])
 
 
 def _of_all_ranks(parts: list[torch.Tensor], local: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 verl's engines call the loss function they are given twice per micro-batch when the logits hook is on: first
 ``loss(student_logits=[1, n, V], data=...)`` on temperature-scaled logits, which returns per-token tensors that the
 engine gathers over sequence parallelism, then ``loss(model_output=..., data=..., dp_group=...)``. One object serves
-both calls, so what the first saw is at hand in the second.
+both calls, so what the first saw is at hand in the second. With fused kernels, which never materialise the logits, the
+first call comes from inside the model's forward and hands over a ``LinearHead`` (``verl_sis.verl_compat.fused``).
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tensordict import TensorDict
 from verl_sis import verl_compat
 from verl_sis.config import SisConfig
 from verl_sis.core import acceptance, envelope
+from verl_sis.core.linear_head import LinearHead, Logits, OldRows, current_rows, old_rows, tokens_of
 from verl_sis.errors import SisStateError
 from verl_sis.integration.base_loss import PolicyLoss
 from verl_sis.integration.dump_rows import RolloutRows
@@ -33,6 +35,9 @@ _LOG_ENVELOPE, _LOG_MASS, _SAMPLED_LOGIT, _LOG_NORMALIZER = (
     "sis_log_normalizer",
 )
 
+FUSED_TOLERANCE = 0.05
+"""Mean distance in nats of a fused kernel's log-probs from those of the hidden states and the LM head, above which the
+two are not of one policy. bfloat16 logits of 16 are off by up to 0.03, and kernels round in different places."""
 
 _NORMALIZER_STREAM = 1 << 62
 """Bit of the seed that sets the choice of normalised tokens apart from the acceptance test's uniforms."""
@@ -45,13 +50,13 @@ class OldPass:
         """Bind the settings and the store to fill."""
         self._config = config
         self._store = store
-        self._pending: tuple[ResponseLayout, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._pending: tuple[ResponseLayout, OldRows] | None = None
 
     def __call__(
         self,
         *,
         data: TensorDict,
-        student_logits: torch.Tensor | None = None,
+        student_logits: Logits | None = None,
         model_output: dict[str, torch.Tensor] | None = None,
         dp_group: Any = None,
     ) -> Any:
@@ -62,32 +67,36 @@ class OldPass:
             engine puts there when it is given no loss function.
         """
         if student_logits is not None:
-            self._pending = self._look(student_logits.squeeze(0), data)
+            self._pending = self._look(verl_compat.packed_rows(student_logits), data)
             return {}
         if self._pending is None or model_output is None:
             raise SisStateError("the engine did not call the logits hook in compute_log_prob, so there is no top-K")
-        layout, values, ids, sampled_logit = self._pending
+        layout, old = self._pending
         self._pending = None
         sampled_log_prob = _packed(model_output["log_probs"])[layout.positions]
-        top_k = envelope.top_k_from_logits(values, ids, sampled_logit, layout.token_ids, sampled_log_prob)
+        if old.log_normalizer is not None:
+            _check_same_policy(old.sampled_logit - old.log_normalizer, sampled_log_prob)
+        top_k = envelope.top_k_from_logits(old.values, old.ids, old.sampled_logit, layout.token_ids, sampled_log_prob)
         self._store.put(data[SAMPLE_KEY].tolist(), layout.lengths, top_k)
-        return torch.tensor(1.0, device=sampled_logit.device), {}
+        return torch.tensor(1.0, device=sampled_log_prob.device), {}
 
     @torch.no_grad()
-    def _look(
-        self, logits: torch.Tensor, data: TensorDict
-    ) -> tuple[ResponseLayout, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _look(self, logits: Logits, data: TensorDict) -> tuple[ResponseLayout, OldRows]:
         layout = ResponseLayout.of(data, local_size=logits.shape[0])
-        config = self._config
-        # Response by response: each is one contiguous range of rows, so no row of logits is copied.
-        parts = [
-            envelope.top_k_logits(logits[start:stop], config.top_k, chunk_tokens=config.chunk_tokens)
-            for start, stop in layout.local_ranges()
-        ]
-        empty = envelope.top_k_logits(logits[:0], config.top_k, chunk_tokens=config.chunk_tokens)
-        values, ids = (torch.cat(columns) for columns in zip(empty, *parts, strict=True))
-        sampled_logit = envelope.gather_logits(logits, layout.token_ids[layout.local()], layout.local_rows())
-        return layout, layout.collect(values), layout.collect(ids), layout.collect(sampled_logit)
+        old = old_rows(
+            logits,
+            layout.local_ranges(),
+            layout.token_ids[layout.local()],
+            self._config.top_k,
+            normalize=isinstance(logits, LinearHead),
+            chunk_tokens=self._config.chunk_tokens,
+        )
+        return layout, OldRows(
+            values=layout.collect(old.values),
+            ids=layout.collect(old.ids),
+            sampled_logit=layout.collect(old.sampled_logit),
+            log_normalizer=None if old.log_normalizer is None else layout.collect(old.log_normalizer),
+        )
 
 
 class UpdatePass:
@@ -110,7 +119,7 @@ class UpdatePass:
         self,
         *,
         data: TensorDict,
-        student_logits: torch.Tensor | None = None,
+        student_logits: Logits | None = None,
         model_output: dict[str, torch.Tensor] | None = None,
         dp_group: Any = None,
     ) -> Any:
@@ -121,7 +130,7 @@ class UpdatePass:
             statistics among the metrics.
         """
         if student_logits is not None:
-            return self._look(student_logits.squeeze(0), data)
+            return self._look(verl_compat.packed_rows(student_logits), data)
         if self._pending is None or model_output is None:
             raise SisStateError("the engine did not call the logits hook in update_actor, so no token could be tested")
         layout, top_k, normalized = self._pending
@@ -137,32 +146,41 @@ class UpdatePass:
         return loss, {**metrics, STATISTICS: micro_batch.statistics}
 
     @torch.no_grad()
-    def _look(self, logits: torch.Tensor, data: TensorDict) -> dict[str, torch.Tensor]:
+    def _look(self, logits: Logits, data: TensorDict) -> dict[str, torch.Tensor]:
         layout = ResponseLayout.of(data, local_size=logits.shape[0])
         top_k = self._store.get(data[SAMPLE_KEY].tolist(), layout.lengths)
-        own_normalizer = not verl_compat.log_probs_keep_float32(logits.dtype, logits.device)
-        # Where verl's log-probs give the normaliser, it is known of every token at no cost.
-        known = torch.ones_like(layout.positions, dtype=torch.bool)
-        normalized = self._choose(layout, data) if own_normalizer else known
+        own_normalizer, normalized = self._normalized(logits, layout, data)
         self._pending = layout, top_k, normalized
         if self.rows is not None:
             self.rows.look(logits, layout, top_k, data)
-        local, rows = layout.local(), layout.local_rows()
-        local_top_k = envelope.TopK(
-            top_k.ids[local], top_k.log_prob[local], top_k.sampled_log_prob[local], top_k.contains_sampled[local]
+        local = layout.local()
+        terms, log_normalizer = current_rows(
+            logits,
+            layout.local_ranges(),
+            tokens_of(top_k, local),
+            layout.token_ids[local],
+            normalized=normalized[local] if own_normalizer else None,
+            chunk_tokens=self._config.chunk_tokens,
         )
-        terms = envelope.envelope_terms(logits, local_top_k, layout.token_ids[local], rows)
         outputs = {
             _LOG_ENVELOPE: terms.log_envelope,
             _LOG_MASS: terms.log_mass,
             _SAMPLED_LOGIT: terms.sampled_logit,
         }
-        if own_normalizer:
-            chosen = normalized[local]
-            outputs[_LOG_NORMALIZER] = torch.zeros_like(terms.log_mass).masked_scatter_(
-                chosen, envelope.log_normalizer(logits, rows[chosen], chunk_tokens=self._config.chunk_tokens)
-            )
+        if log_normalizer is not None:
+            outputs[_LOG_NORMALIZER] = log_normalizer
         return {name: layout.scatter(values).unsqueeze(0) for name, values in outputs.items()}
+
+    def _normalized(self, logits: Logits, layout: ResponseLayout, data: TensorDict) -> tuple[bool, torch.Tensor]:
+        """Whether SIS takes a log-sum-exp of its own, and bool ``[R]``: the tokens whose normaliser is known."""
+        every_token = torch.ones_like(layout.positions, dtype=torch.bool)
+        if isinstance(logits, LinearHead):
+            # Beside the matrix product that made the block, a pass over it costs little.
+            return True, every_token
+        if verl_compat.log_probs_keep_float32(logits.dtype, logits.device):
+            # verl's log-probs give the normaliser at no cost.
+            return False, every_token
+        return True, self._choose(layout, data)
 
     def _choose(self, layout: ResponseLayout, data: TensorDict) -> torch.Tensor:
         """Bool ``[R]``: the tokens whose normaliser is taken, the same on any layout of ranks and batches."""
@@ -213,6 +231,23 @@ class UpdatePass:
             stored_log_prob=layout.pad(top_k.sampled_log_prob, width),
             sample_key=sample_key,
             rollout_log_prob=verl_compat.padded(data, "rollout_log_probs") if "rollout_log_probs" in data else None,
+        )
+
+
+def _check_same_policy(own: torch.Tensor, of_kernel: torch.Tensor) -> None:
+    """Check a fused kernel's log-probs ``[R]`` against those of the hidden states and the LM head.
+
+    Raises:
+        SisStateError: If they are of two policies.
+    """
+    finite = own.isfinite()
+    gap = float((own - of_kernel.float())[finite].abs().sum() / finite.sum().clamp(min=1))
+    if not gap <= FUSED_TOLERANCE:
+        raise SisStateError(
+            f"the fused kernel's log-probs differ from those of the hidden states and lm_head by {gap:.3g} nats a "
+            f"token on average (tolerance {FUSED_TOLERANCE}): acceptance would be tested against another policy. Type "
+            "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch, or "
+            "actor_rollout_ref.model.use_fused_kernels=False"
         )
 
 

@@ -44,6 +44,7 @@ class SisTrainingWorker(TrainingWorker):
     _update_pass: UpdatePass | None = None
     _dump: "TokenDump | None" = None
     _in_mini_batch_loop = False
+    _looks_inside_forward = False
 
     def set_loss_fn(self, loss_fn: Any) -> None:
         """Wrap the loss function that verl gives its actor.
@@ -70,6 +71,9 @@ class SisTrainingWorker(TrainingWorker):
             )
         verl_compat.check_registered_loss()
         verl_compat.check_engine(self.engine)
+        if self.engine_config.use_fused_kernels and not self._looks_inside_forward:
+            verl_compat.look_inside_forward(self.engine)
+            self._looks_inside_forward = True
         base_loss = resolve_base_loss(config)
         check_uses_ratio(config.base_loss, base_loss, actor_config)
         self._store = TopKStore()

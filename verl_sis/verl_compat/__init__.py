@@ -26,6 +26,7 @@ from verl_sis.verl_compat.batch import (
     with_metrics,
 )
 from verl_sis.verl_compat.checks import (
+    CONTRACT,
     PLUGIN_NAME,
     SUPPORTED_VERL,
     actor_config_of,
@@ -39,7 +40,7 @@ from verl_sis.verl_compat.checks import (
     is_fsdp_engine,
     vocab_size,
 )
-from verl_sis.verl_compat.contract import CONTRACT, Touchpoint
+from verl_sis.verl_compat.contract import Touchpoint
 from verl_sis.verl_compat.engine import (
     NO_TOKEN,
     around_forward,
@@ -52,6 +53,7 @@ from verl_sis.verl_compat.engine import (
     text_config,
     true_on_all_ranks,
 )
+from verl_sis.verl_compat.fused import look_inside_forward, packed_rows
 from verl_sis.verl_compat.scoring import build_scoring_worker, score_with
 
 __all__ = [
@@ -82,10 +84,12 @@ __all__ = [
     "is_fsdp_engine",
     "is_old_pass",
     "log_probs_keep_float32",
+    "look_inside_forward",
     "merge_exchanged",
     "model_of",
     "model_rows",
     "packed",
+    "packed_rows",
     "padded",
     "response_columns",
     "response_lengths",

@@ -9,8 +9,9 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from verl_sis.errors import SisConfigError, VerlContractError
-from verl_sis.verl_compat.contract import CONTRACT
+from verl_sis.verl_compat import contract, fused_contract
 
+CONTRACT = contract.CONTRACT + fused_contract.CONTRACT
 SUPPORTED_VERL = SpecifierSet(">=0.9.1,<0.10")
 PLUGIN_NAME = "verl_sis"
 """Name of the ``verl.plugins`` entry point, as ``VERL_USE_EXTERNAL_PLUGINS`` spells it."""
