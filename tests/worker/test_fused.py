@@ -1,0 +1,180 @@
+"""Fused kernels in a real worker: the numbers of the unfused one, whatever the layout."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyarrow import parquet
+
+from tests.worker import dumps, fused, harness, recorder
+from verl_sis.core.linear_head import LinearHead, old_rows
+from verl_sis.errors import SisConfigError, SisStateError
+
+TEMPERATURE = 0.7
+LAYOUTS = {
+    "packed": {},
+    "padded, gradient checkpointing": {
+        "model_overrides": {"use_remove_padding": False, "enable_gradient_checkpointing": True}
+    },
+    "dynamic micro-batches": {"max_tokens": 40},
+}
+
+
+@dataclass
+class Run:
+    """What one worker made of a rollout: two mini-batches of four micro-batches each."""
+
+    rollout: harness.Rollout
+    old: torch.Tensor
+    decisions: recorder.Decisions
+    metrics: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _forward_of_the_class():
+    with fused.forward_restored():
+        yield
+
+
+@pytest.fixture
+def build_fused(build):
+    """Builds a worker with fused kernels."""
+
+    def build_worker(**changes):
+        return build(**{**changes, "model_overrides": {**fused.FUSED, **changes.get("model_overrides", {})}})
+
+    return build_worker
+
+
+def run(worker, rollout=None):
+    decisions = recorder.record(worker)
+    rollout = rollout or harness.sampled_rollout(worker, 16, length=8)
+    settings = {"temperature": TEMPERATURE}
+    old = harness.response_log_probs(harness.old_pass(worker, rollout, **settings), rollout)
+    columns = {"rollout_log_probs": old}
+    metrics = harness.update(worker, rollout, old, mini_batch_size=8, columns=columns, **settings)
+    weights = {name: value.full_tensor().clone() for name, value in worker.engine.module.named_parameters()}
+    return Run(rollout, old, decisions, metrics, weights)
+
+
+@pytest.fixture(scope="module")
+def unfused(model_folder):
+    torch.manual_seed(0)
+    return run(harness.build_worker(harness.Settings(model=model_folder, micro_batch_size=2)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_decisions_metrics_and_weights_as_unfused(build_fused, unfused, layout):
+    got = run(build_fused(**{"micro_batch_size": 2, **LAYOUTS[layout]}), unfused.rollout)
+    torch.testing.assert_close(got.old.values(), unfused.old.values(), rtol=0, atol=1e-5)
+    recorder.assert_same_decisions(got.decisions, unfused.decisions)
+    assert got.metrics.keys() == unfused.metrics.keys()
+    # verl averages its own metrics over micro-batches without weights.
+    own = ("actor/",) if layout == "packed" else ()
+    for name in [name for name in got.metrics if name.startswith(("sis/", "mismatch/", "grad_norm", *own))]:
+        # fp32 forward passes of other shapes; AdamW amplifies that in the second mini-batch.
+        assert got.metrics[name] == pytest.approx(unfused.metrics[name], rel=2e-5, abs=1e-6), name
+    assert got.weights.keys() == unfused.weights.keys()
+    for name, weight in unfused.weights.items():
+        torch.testing.assert_close(got.weights[name], weight, rtol=0, atol=2e-5, msg=name)
+
+
+def test_identities_hold_under_lora(build_fused, unfused):
+    # A fresh adapter changes nothing, so the rollout of the model without it is one of this policy.
+    adapters = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    worker = build_fused(micro_batch_size=8, model_overrides=adapters)
+    metrics = harness.step(worker, unfused.rollout, mini_batch_size=8)
+    assert metrics["sis/tokens"] == metrics["sis/residual_mass/tokens"] == [128.0]
+    assert metrics["sis/accept_rate_by_age/0"] == metrics["sis/in_topk_rate_by_age/0"], "one policy before any update"
+    assert metrics["sis/D"][0] > 0.0
+    assert abs(metrics["sis/kappa"][0] - 1.0) <= 4 * metrics["sis/kappa_se"][0] + 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sampled_log_prob_is_that_of_verls_function(dtype):
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    generator = torch.Generator().manual_seed(0)
+    kernel = FusedLinearForPPO()
+    hidden, weight = (torch.randn(rows, 24, generator=generator).to(dtype) for rows in (kernel.chunk_size + 40, 97))
+    labels = torch.randint(97, (len(hidden),), generator=generator)
+    head = LinearHead(hidden, weight, TEMPERATURE, kernel.chunk_size)
+    got = old_rows(head, [(0, len(labels))], labels, 3, normalize=True, chunk_tokens=64)
+    theirs, _ = kernel(hidden, weight, labels, TEMPERATURE)
+    # The same logits: one unit in the last place of a bfloat16 logit of 4 would be 0.03.
+    torch.testing.assert_close(got.sampled_logit - got.log_normalizer, theirs, rtol=0, atol=5e-6)
+
+
+def test_bfloat16_logits_in_a_worker_are_those_of_the_kernel(build_fused, monkeypatch):
+    from verl_sis.integration import passes
+
+    gaps = []
+    monkeypatch.setattr(passes, "_check_same_policy", lambda own, kernel: gaps.append((own - kernel).abs().max()))
+    worker = build_fused(dtype="bf16", micro_batch_size=2)
+    rollout = harness.made_up_rollout([5, 1, 4, 7])
+    metrics = harness.step(worker, rollout, temperature=TEMPERATURE)
+    assert len(gaps) == 2
+    assert max(gaps) < 5e-6
+    assert metrics["sis/residual_mass/tokens"] == [17.0], "of every token, not of a share"
+
+
+def test_another_policy_than_the_kernels_stops_the_run(build_fused, monkeypatch):
+    worker = build_fused()
+    block = LinearHead.block
+    monkeypatch.setattr(LinearHead, "block", lambda head, start, stop: block(head, start, stop) * 1.1)
+    with pytest.raises(SisStateError, match=r"log-probs differ .* nats a token.*Type .*impl_backend=torch"):
+        harness.old_pass(worker, harness.made_up_rollout([5, 1, 4, 7]))
+
+
+def test_a_dump_holds_what_the_unfused_one_holds(build, build_fused, tmp_path):
+    rollout = harness.made_up_rollout([5, 1, 4, 7])
+
+    def dumped(builder, name):
+        worker = builder(sis={"dump": {"every": 1, "directory": str(tmp_path / name)}})
+        harness.step(worker, rollout, temperature=TEMPERATURE)
+        return dumps.columns_of(parquet.read_table(tmp_path / name / "tokens"))
+
+    expected, got = dumped(build, "unfused"), dumped(build_fused, "fused")
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(got[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_nothing_is_left_between_forward_passes(build_fused):
+    worker = build_fused()
+    rollout = harness.made_up_rollout([5, 1, 4, 7])
+    harness.step(worker, rollout)
+    look = worker.engine.forward_step.__self__
+    assert (look._loss, look._data, look._hidden, look._results) == (None, None, None, {})
+    weight = worker.engine.module.lm_head.weight
+    assert isinstance(weight, torch.distributed.tensor.DTensor), "sharded again"
+    harness.old_pass(worker, rollout)
+    assert isinstance(worker.engine.module.lm_head.weight, torch.distributed.tensor.DTensor)
+
+
+def in_the_root_unit():
+    """FSDP2 shards the head of a model with tied embeddings together with the rest; these weights stay their own."""
+    return {"override_config": {"attn_implementation": "sdpa", "tie_word_embeddings": True}}
+
+
+def test_a_head_in_the_root_unit(build_fused, unfused):
+    worker = build_fused(micro_batch_size=2, model_overrides=in_the_root_unit())
+    assert type(worker.engine.module.lm_head) is torch.nn.Linear
+    got = run(worker, unfused.rollout)
+    recorder.assert_same_decisions(got.decisions, unfused.decisions)
+    assert got.metrics["grad_norm"] == pytest.approx(unfused.metrics["grad_norm"], rel=2e-5)
+
+
+def test_what_verls_fused_forward_leaves_out_is_refused(build_fused):
+    adapters = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "lm_head"]}
+    with pytest.raises(SisConfigError, match=r"an adapter or a bias there .* Keep lm_head out of .*target_modules"):
+        build_fused(model_overrides={**adapters, **in_the_root_unit()})
+
+
+def test_a_model_whose_forward_verl_did_not_replace_is_refused(build):
+    options = {"use_fused_kernels": True, "fused_kernel_options": {}}
+    with pytest.raises(SisConfigError, match=r"no module of FSDPQwen3MoeForCausalLM has it.*use_fused_kernels=False"):
+        build(model_overrides=options)
