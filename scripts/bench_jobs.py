@@ -14,6 +14,7 @@ from verl.utils.torch_functional import logprobs_from_logits
 
 from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisRunFacts
 from verl_sis.core import envelope
+from verl_sis.core.linear_head import LinearHead, Logits
 from verl_sis.integration.passes import OldPass, UpdatePass
 from verl_sis.integration.policy_loss import sis_policy_loss
 from verl_sis.integration.store import TopKStore
@@ -31,26 +32,41 @@ class Shape:
     device: str
 
 
-class MicroBatch:
-    """A micro-batch as verl's engine has it when it calls SIS, before and after some drift of the policy."""
+class Tokens:
+    """A micro-batch as verl's engine has it when it calls SIS."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
-        """Draw logits, tokens from them, and slightly different logits of the current policy."""
+    def __init__(self, shape: Shape, labels: torch.Tensor) -> None:
+        """Lay out the tokens: row p predicts token p + 1, so the labels are verl's rolled input."""
         self.shape = shape
-        generator = torch.Generator(shape.device).manual_seed(0)
-        size = {"size": (shape.tokens, shape.vocab), "generator": generator, "device": shape.device}
-        logits = 3.0 * torch.randn(**size)
-        # Row p predicts token p + 1, so the labels are verl's rolled input.
-        self.labels = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
-        self.old_logits = logits.to(dtype)
-        self.logits = logits.add_(torch.randn(**size), alpha=0.05).to(dtype).requires_grad_()
-        rows = list(self.labels.roll(1).tensor_split(shape.sequences))
+        self.labels = labels
+        rows = list(labels.roll(1).tensor_split(shape.sequences))
         columns = {"prompts": [row[:1] for row in rows], "responses": [row[1:] for row in rows], "input_ids": rows}
         columns["response_mask"] = [torch.ones_like(row) for row in columns["responses"]]
         columns["rollout_log_probs"] = [torch.full(row.shape, -2.0, device=row.device) for row in columns["responses"]]
         self.data = tu.get_tensordict({name: _nested(column) for name, column in columns.items()})
         self.data[SAMPLE_KEY] = sample_keys(self.data).to(shape.device)
         self.offsets = self.data["input_ids"].offsets()
+
+    def packed(self, values: torch.Tensor) -> torch.Tensor:
+        """Per-token values ``[tokens]`` as the engine hands them to a loss function."""
+        return torch.nested.nested_tensor_from_jagged(values, self.offsets)
+
+    def padded(self, values: torch.Tensor) -> torch.Tensor:
+        """Per-token values ``[tokens]`` as verl's loss sees the responses, ``[B, T]``."""
+        return torch.nested.to_padded_tensor(_nested([row[:-1] for row in self.packed(values).unbind()]), 0.0)
+
+
+class MicroBatch(Tokens):
+    """Logits before and after some drift of the policy."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        """Draw logits, tokens from them, and slightly different logits of the current policy."""
+        generator = torch.Generator(shape.device).manual_seed(0)
+        size = {"size": (shape.tokens, shape.vocab), "generator": generator, "device": shape.device}
+        logits = 3.0 * torch.randn(**size)
+        super().__init__(shape, torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1))
+        self.old_logits = logits.to(dtype)
+        self.logits = logits.add_(torch.randn(**size), alpha=0.05).to(dtype).requires_grad_()
         self.old_log_probs, self.log_probs = (
             self.verl_forward(),
             logprobs_from_logits(self.logits, self.labels).detach(),
@@ -66,24 +82,25 @@ class MicroBatch:
         log_probs = logprobs_from_logits(self.logits, self.labels, inplace_backward=False)
         return torch.autograd.grad(log_probs, self.logits, torch.ones_like(log_probs))[0]
 
-    def packed(self, values: torch.Tensor) -> torch.Tensor:
-        """Per-token values ``[tokens]`` as the engine hands them to a loss function."""
-        return torch.nested.nested_tensor_from_jagged(values, self.offsets)
-
-    def padded(self, values: torch.Tensor) -> torch.Tensor:
-        """Per-token values ``[tokens]`` as verl's loss sees the responses, ``[B, T]``."""
-        return torch.nested.to_padded_tensor(_nested([row[:-1] for row in self.packed(values).unbind()]), 0.0)
-
 
 def _nested(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
+def _as_the_engine_has_it(logits: Logits) -> Logits:
+    return logits if isinstance(logits, LinearHead) else logits.unsqueeze(0)
+
+
 class SisJobs:
     """What SIS adds to each pass, through the objects that verl's engine calls."""
 
-    def __init__(self, batch: MicroBatch, k: int) -> None:
-        """Bind the passes and run the old one, whose top-K the update needs."""
+    def __init__(self, batch: Any, k: int) -> None:
+        """Bind the passes and run the old one, whose top-K the update needs.
+
+        Args:
+            batch: ``Tokens`` with ``old_logits`` and ``logits``, tensors or heads, and the log-probs of both.
+            k: Size of V_K.
+        """
         facts = SisRunFacts(external_lib=ACTIVATION_MODULE)
         config = SisConfig(top_k=k, chunk_tokens=batch.shape.chunk, run=facts)
         store = TopKStore()
@@ -108,16 +125,25 @@ class SisJobs:
     @torch.no_grad()
     def old_pass(self) -> Any:
         """Capture: top-K, the sampled token's logit, both normalised by verl's log-prob, stored."""
+        return self.old_pass_on(self._batch.old_logits, self._batch.old_log_probs)
+
+    @torch.no_grad()
+    def old_pass_on(self, logits: Logits, log_probs: torch.Tensor) -> Any:
+        """The same on given logits and log-probs of the old policy."""
         batch = self._batch
-        self._old(student_logits=batch.old_logits.unsqueeze(0), data=batch.data)
-        return self._old(model_output={"log_probs": batch.packed(batch.old_log_probs)}, data=batch.data)
+        self._old(student_logits=_as_the_engine_has_it(logits), data=batch.data)
+        return self._old(model_output={"log_probs": batch.packed(log_probs)}, data=batch.data)
 
     def update_pass(self) -> Any:
         """Envelope, acceptance, transformed old log-probs, and the statistics of the micro-batch."""
+        return self.update_pass_on(self._batch.logits, self._batch.log_probs)
+
+    def update_pass_on(self, logits: Logits, log_probs: torch.Tensor) -> Any:
+        """The same on given logits and log-probs of the current policy."""
         batch = self._batch
-        outputs = self._update(student_logits=batch.logits.unsqueeze(0), data=batch.data)
+        outputs = self._update(student_logits=_as_the_engine_has_it(logits), data=batch.data)
         model_output = {name: batch.packed(values.squeeze(0)) for name, values in outputs.items()}
-        model_output["log_probs"] = batch.packed(batch.log_probs)
+        model_output["log_probs"] = batch.packed(log_probs)
         return self._update(model_output=model_output, data=batch.data)
 
     def update_pass_given_float32(self) -> Any:

@@ -22,9 +22,14 @@ REFUSED = {
         [f"{ROLLOUT}.logprobs_mode=raw_logprobs", f"{ROLLOUT}.temperature=0.8"],
         f"Type {ROLLOUT}.logprobs_mode=processed_logprobs",
     ),
-    "fused kernels": (
-        ["actor_rollout_ref.model.use_fused_kernels=True"],
-        "Type actor_rollout_ref.model.use_fused_kernels=False",
+    "fused kernels without a backend": (
+        [
+            "actor_rollout_ref.model.use_fused_kernels=True",
+            "actor_rollout_ref.model.fused_kernel_options.impl_backend=null",
+        ],
+        "supports the fused kernels torch, triton, liger, got .*impl_backend=None, with which verl leaves the model as "
+        "it is.*Type actor_rollout_ref.model.fused_kernel_options.impl_backend=torch, or "
+        "actor_rollout_ref.model.use_fused_kernels=False",
     ),
     "static padding": (
         ["actor_rollout_ref.actor.fsdp_config.pad_to_length=True"],
@@ -68,6 +73,12 @@ def test_refused_in_the_driver(case):
 def test_a_list_of_libraries_may_hold_the_activation():
     libs = "actor_rollout_ref.model.external_lib=[verl_sis.integration.activate,json]"
     assert actor_config(compose_run("+sis@_global_=grpo", libs, *ENOUGH)).policy_loss.loss_mode == "sis"
+
+
+def test_fused_kernels_with_verls_default_backend_are_fine():
+    config = compose_run("+sis@_global_=grpo", "actor_rollout_ref.model.use_fused_kernels=True", *ENOUGH)
+    run = actor_config(config).policy_loss.sis.run
+    assert (run.use_fused_kernels, run.fused_kernels_backend) == (True, "torch")
 
 
 def test_what_a_dump_cannot_have_is_refused_with_one_only():

@@ -178,3 +178,11 @@ def test_a_model_whose_forward_verl_did_not_replace_is_refused(build):
     options = {"use_fused_kernels": True, "fused_kernel_options": {}}
     with pytest.raises(SisConfigError, match=r"no module of FSDPQwen3MoeForCausalLM has it.*use_fused_kernels=False"):
         build(model_overrides=options)
+
+
+def test_verl_alone_cannot_multiply_with_a_head_that_is_a_shard(build_fused):
+    """Why the look gathers the head: verl 0.9.1 does not. When this fails, ``_Look.gather_head`` can go."""
+    rollout = harness.made_up_rollout([5, 1, 4, 7])
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        harness.old_pass(build_fused(sis=None), rollout)
+    harness.old_pass(build_fused(), rollout)
