@@ -202,7 +202,8 @@ class SisConfig(BaseConfig):
             (the authors' released code).
         behavior (str): Whose top-K: ``old``, the trainer's recomputed old policy (the paper).
         seed (int): Seed of the acceptance uniforms.
-        chunk_tokens (int): Tokens whose logits are worked on at a time; bounds the extra memory.
+        chunk_tokens (int): Tokens whose logits are worked on at a time; bounds the extra memory. With fused kernels the
+            logits of one of verl's own chunks (512 tokens) come on top.
         normalizer_share (float): Share of the tokens whose residual mass and envelope are reported where verl's
             log-probs are bfloat16 (bfloat16 logits without flash-attention), so that these two need a float32
             log-sum-exp of their own. Acceptance, its expected rate and kappa do without. Elsewhere all are reported.

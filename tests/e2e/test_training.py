@@ -17,9 +17,10 @@ N = 4
 RUNS = {
     "grpo with reference model and KL loss": ["+sis@_global_=grpo", "actor_rollout_ref.actor.use_kl_loss=True"],
     "dapo with group filtering and routing replay R3": ["+sis@_global_=dapo", "+routing_replay@_global_=r3"],
-    "gspo with dynamic batch size and routing replay R2": [
+    "gspo with fused kernels, dynamic batch size and routing replay R2": [
         "+sis@_global_=gspo",
         "+routing_replay@_global_=r2",
+        "actor_rollout_ref.model.use_fused_kernels=True",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=400",
     ],

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.worker import harness, ranks
-
 FUSED: dict[str, Any] = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 """Settings of verl's model configuration."""
 
@@ -20,9 +18,3 @@ def forward_restored() -> Iterator[None]:
         yield
     finally:
         Qwen3MoeForCausalLM.forward = forward
-
-
-def two_steps_of_each(rank: int, layouts: dict[str, ranks.Layout], rollout: harness.Rollout) -> dict[str, Any]:
-    """``ranks.two_steps_of_each``, in a process that serves other tests too."""
-    with forward_restored():
-        return ranks.two_steps_of_each(rank, layouts, rollout)

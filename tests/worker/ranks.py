@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as mp
 
 import tests.subprocesses  # noqa: F401  (tells the server what to have at hand)
-from tests.worker import harness, recorder, ulysses_on_cpu
+from tests.worker import fused, harness, recorder, ulysses_on_cpu
 
 WORLD_SIZE = 2
 
@@ -77,7 +77,11 @@ class Layout:
 
 def two_steps_of_each(rank: int, layouts: dict[str, Layout], rollout: harness.Rollout) -> dict[str, dict[str, Any]]:
     """Two steps of each layout; by layout, the rank's decisions and the metrics of its updates."""
-    return {name: two_steps(layout, rollout, rank) for name, layout in layouts.items()}
+    results = {}
+    for name, layout in layouts.items():
+        with fused.forward_restored():
+            results[name] = two_steps(layout, rollout, rank)
+    return results
 
 
 def two_steps(layout: Layout, rollout: harness.Rollout, rank: int = 0, world_size: int = WORLD_SIZE) -> dict[str, Any]:

@@ -1,15 +1,20 @@
-"""One answer on every layout of ranks: data parallel 1 and 2, Ulysses sequence parallel 1 and 2 (gloo processes)."""
+"""One answer on every layout of ranks: data parallel 1 and 2, Ulysses sequence parallel 1 and 2 (gloo processes).
+
+The layouts with fused kernels are held against one rank without: of an LM head that is sharded over both ranks, and of
+slices of the packed tokens.
+"""
 
 import numpy as np
 import pytest
 from pyarrow import parquet
 
-from tests.worker import harness, ranks, recorder
+from tests.worker import fused, harness, ranks, recorder
 from tests.worker.dumps import columns_of
 from tests.worker.ulysses_on_cpu import NAME
 
 LENGTHS = [5, 2, 4, 7, 3, 6, 1, 8]
-DATA_PARALLEL = ("data parallel", "data parallel, dynamic batches")
+DATA_PARALLEL = ("data parallel", "data parallel, dynamic batches", "data parallel, fused kernels")
+SEQUENCE_PARALLEL = ("sequence parallel", "sequence parallel, fused kernels")
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +42,15 @@ def results(model_folder, rollout, dumps, two_ranks, tmp_path_factory):
         model_overrides={"override_config": {"attn_implementation": NAME}},
         engine={"ulysses_sequence_parallel_size": 2},
     )
+    under_ulysses_fused = settings(
+        model_overrides={**under_ulysses.model_overrides, **fused.FUSED}, engine=under_ulysses.engine
+    )
     layouts = {
         "data parallel": ranks.Layout(settings(micro_batch_size=2, sis=dumped(dumps / "data parallel"))),
         "data parallel, dynamic batches": ranks.Layout(settings(max_tokens=24)),
+        "data parallel, fused kernels": ranks.Layout(settings(micro_batch_size=2, model_overrides=fused.FUSED)),
         "sequence parallel": ranks.Layout(under_ulysses, sequence_parallel=2),
+        "sequence parallel, fused kernels": ranks.Layout(under_ulysses_fused, sequence_parallel=2),
     }
     of_ranks = two_ranks.run(tmp_path_factory.mktemp("ranks"), ranks.two_steps_of_each, layouts, rollout)
     return {name: [found[name] for found in of_ranks] for name in layouts}
@@ -63,13 +73,15 @@ def test_two_data_parallel_ranks(results, reference, dumps, layout):
         assert_dumps_are_those_of_one_rank(dumps, layout, written_by=(0, 1))
 
 
-def test_two_sequence_parallel_ranks(results, reference, dumps):
-    first, second = results["sequence parallel"]
+@pytest.mark.parametrize("layout", SEQUENCE_PARALLEL)
+def test_two_sequence_parallel_ranks(results, reference, dumps, layout):
+    first, second = results[layout]
     for result in (first, second):
         recorder.assert_same_decisions(result["decisions"], reference["decisions"])
     assert_same_metrics(first["metrics"], reference["metrics"])
     assert second["metrics"] == [{}, {}], "verl takes metrics from the first sequence-parallel rank only"
-    assert_dumps_are_those_of_one_rank(dumps, "sequence parallel", written_by=(0,))
+    if layout == "sequence parallel":
+        assert_dumps_are_those_of_one_rank(dumps, layout, written_by=(0,))
 
 
 def assert_dumps_are_those_of_one_rank(dumps, layout, written_by):

@@ -35,9 +35,9 @@ _LOG_ENVELOPE, _LOG_MASS, _SAMPLED_LOGIT, _LOG_NORMALIZER = (
     "sis_log_normalizer",
 )
 
-FUSED_TOLERANCE = 0.05
+FUSED_TOLERANCE = 0.1
 """Mean distance in nats of a fused kernel's log-probs from those of the hidden states and the LM head, above which the
-two are not of one policy. bfloat16 logits of 16 are off by up to 0.03, and kernels round in different places."""
+two are not of one policy. bfloat16 logits of 16 are off by up to 0.06, and kernels round in different places."""
 
 _NORMALIZER_STREAM = 1 << 62
 """Bit of the seed that sets the choice of normalised tokens apart from the acceptance test's uniforms."""
