@@ -3,11 +3,12 @@
 verl's engines call the loss function they are given twice per micro-batch when the logits hook is on: first
 ``loss(student_logits=[1, n, V], data=...)`` on temperature-scaled logits, which returns per-token tensors that the
 engine gathers over sequence parallelism, then ``loss(model_output=..., data=..., dp_group=...)``. One object serves
-both calls, so what the first saw is at hand in the second.
+both calls, so what the first saw is at hand in the second. What rows and columns the logits hold is the engine's matter
+(see ``verl_sis.integration.live_logits``); Megatron's says ``data_format`` too.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict
@@ -19,6 +20,7 @@ from verl_sis.errors import SisStateError
 from verl_sis.integration.base_loss import PolicyLoss
 from verl_sis.integration.dump_rows import RolloutRows
 from verl_sis.integration.layout import ResponseLayout
+from verl_sis.integration.live_logits import LiveLogits, Look, look_at_fsdp
 from verl_sis.integration.policy_loss import CURRENT, MicroBatch
 from verl_sis.integration.store import TopKStore
 from verl_sis.verl_compat import SAMPLE_KEY
@@ -38,20 +40,26 @@ _NORMALIZER_STREAM = 1 << 62
 """Bit of the seed that sets the choice of normalised tokens apart from the acceptance test's uniforms."""
 
 
+_Candidates: TypeAlias = tuple[ResponseLayout, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Layout, top-K logits and ids, the sampled token's logit, and its log-prob where verl's is not used."""
+
+
 class OldPass:
     """Loss function of ``compute_log_prob``: takes the top-K of the old policy from the live logits and stores it."""
 
-    def __init__(self, config: SisConfig, store: TopKStore) -> None:
-        """Bind the settings and the store to fill."""
+    def __init__(self, config: SisConfig, store: TopKStore, look: Look = look_at_fsdp) -> None:
+        """Bind the settings, the store to fill, and how the engine's logits are read."""
         self._config = config
         self._store = store
-        self._pending: tuple[ResponseLayout, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._live = look
+        self._pending: _Candidates | None = None
 
     def __call__(
         self,
         *,
         data: TensorDict,
         student_logits: torch.Tensor | None = None,
+        data_format: str | None = None,
         model_output: dict[str, torch.Tensor] | None = None,
         dp_group: Any = None,
     ) -> Any:
@@ -62,43 +70,49 @@ class OldPass:
             engine puts there when it is given no loss function.
         """
         if student_logits is not None:
-            self._pending = self._look(student_logits.squeeze(0), data)
+            self._pending = self._look(self._live(student_logits, data, data_format))
             return {}
         if self._pending is None or model_output is None:
             raise SisStateError("the engine did not call the logits hook in compute_log_prob, so there is no top-K")
-        layout, values, ids, sampled_logit = self._pending
+        layout, values, ids, sampled_logit, sampled_log_prob = self._pending
         self._pending = None
-        sampled_log_prob = _packed(model_output["log_probs"])[layout.positions]
+        if sampled_log_prob is None:
+            sampled_log_prob = _packed(model_output["log_probs"])[layout.positions]
         top_k = envelope.top_k_from_logits(values, ids, sampled_logit, layout.token_ids, sampled_log_prob)
         self._store.put(data[SAMPLE_KEY].tolist(), layout.lengths, top_k)
         return torch.tensor(1.0, device=sampled_logit.device), {}
 
     @torch.no_grad()
-    def _look(
-        self, logits: torch.Tensor, data: TensorDict
-    ) -> tuple[ResponseLayout, torch.Tensor, torch.Tensor, torch.Tensor]:
-        layout = ResponseLayout.of(data, local_size=logits.shape[0])
-        config = self._config
-        # Response by response: each is one contiguous range of rows, so no row of logits is copied.
-        parts = [
-            envelope.top_k_logits(logits[start:stop], config.top_k, chunk_tokens=config.chunk_tokens)
-            for start, stop in layout.local_ranges()
-        ]
-        empty = envelope.top_k_logits(logits[:0], config.top_k, chunk_tokens=config.chunk_tokens)
-        values, ids = (torch.cat(columns) for columns in zip(empty, *parts, strict=True))
-        sampled_logit = envelope.gather_logits(logits, layout.token_ids[layout.local()], layout.local_rows())
-        return layout, layout.collect(values), layout.collect(ids), layout.collect(sampled_logit)
+    def _look(self, live: LiveLogits) -> "_Candidates":
+        config, layout, vocabulary = self._config, live.layout, live.vocabulary
+        # Run by run of consecutive rows, usually a response each, so no row of logits is copied.
+        values, ids = vocabulary.top_k_logits(
+            live.values, config.top_k, chunk_tokens=config.chunk_tokens, ranges=layout.local_ranges()
+        )
+        rows = layout.local_rows()
+        sampled_logit = vocabulary.gather_logits(live.values, layout.token_ids[layout.local()], rows)
+        sampled_log_prob = None
+        if live.counts_padding:
+            normalizer = vocabulary.log_normalizer(live.values, rows, chunk_tokens=config.chunk_tokens)
+            sampled_log_prob = layout.collect(sampled_logit - normalizer)
+        return layout, layout.collect(values), layout.collect(ids), layout.collect(sampled_logit), sampled_log_prob
 
 
 class UpdatePass:
     """Loss function of ``update_actor``: envelope and acceptance from the live logits, then verl's own loss."""
 
     def __init__(
-        self, config: SisConfig, store: TopKStore, base_loss: PolicyLoss, verl_loss: Callable[..., Any]
+        self,
+        config: SisConfig,
+        store: TopKStore,
+        base_loss: PolicyLoss,
+        verl_loss: Callable[..., Any],
+        look: Look = look_at_fsdp,
     ) -> None:
-        """Bind the settings, the store to read, the base loss, and the loss function that verl gave the worker."""
+        """Bind the settings, the store to read, the base loss, verl's loss, and how the engine's logits are read."""
         self._config = config
         self._store = store
+        self._live = look
         self._base_loss = base_loss
         self._verl_loss = verl_loss
         self._pending: tuple[ResponseLayout, envelope.TopK, torch.Tensor] | None = None
@@ -111,6 +125,7 @@ class UpdatePass:
         *,
         data: TensorDict,
         student_logits: torch.Tensor | None = None,
+        data_format: str | None = None,
         model_output: dict[str, torch.Tensor] | None = None,
         dp_group: Any = None,
     ) -> Any:
@@ -121,7 +136,7 @@ class UpdatePass:
             statistics among the metrics.
         """
         if student_logits is not None:
-            return self._look(student_logits.squeeze(0), data)
+            return self._look(self._live(student_logits, data, data_format), data)
         if self._pending is None or model_output is None:
             raise SisStateError("the engine did not call the logits hook in update_actor, so no token could be tested")
         layout, top_k, normalized = self._pending
@@ -137,10 +152,10 @@ class UpdatePass:
         return loss, {**metrics, STATISTICS: micro_batch.statistics}
 
     @torch.no_grad()
-    def _look(self, logits: torch.Tensor, data: TensorDict) -> dict[str, torch.Tensor]:
-        layout = ResponseLayout.of(data, local_size=logits.shape[0])
+    def _look(self, live: LiveLogits, data: TensorDict) -> dict[str, torch.Tensor]:
+        layout, logits = live.layout, live.values
         top_k = self._store.get(data[SAMPLE_KEY].tolist(), layout.lengths)
-        own_normalizer = not verl_compat.log_probs_keep_float32(logits.dtype, logits.device)
+        own_normalizer = not live.exact_log_probs
         # Where verl's log-probs give the normaliser, it is known of every token at no cost.
         known = torch.ones_like(layout.positions, dtype=torch.bool)
         normalized = self._choose(layout, data) if own_normalizer else known
@@ -151,7 +166,7 @@ class UpdatePass:
         local_top_k = envelope.TopK(
             top_k.ids[local], top_k.log_prob[local], top_k.sampled_log_prob[local], top_k.contains_sampled[local]
         )
-        terms = envelope.envelope_terms(logits, local_top_k, layout.token_ids[local], rows)
+        terms = live.vocabulary.envelope_terms(logits, local_top_k, layout.token_ids[local], rows)
         outputs = {
             _LOG_ENVELOPE: terms.log_envelope,
             _LOG_MASS: terms.log_mass,
@@ -160,9 +175,9 @@ class UpdatePass:
         if own_normalizer:
             chosen = normalized[local]
             outputs[_LOG_NORMALIZER] = torch.zeros_like(terms.log_mass).masked_scatter_(
-                chosen, envelope.log_normalizer(logits, rows[chosen], chunk_tokens=self._config.chunk_tokens)
+                chosen, live.vocabulary.log_normalizer(logits, rows[chosen], chunk_tokens=self._config.chunk_tokens)
             )
-        return {name: layout.scatter(values).unsqueeze(0) for name, values in outputs.items()}
+        return {name: live.spread(values) for name, values in outputs.items()}
 
     def _choose(self, layout: ResponseLayout, data: TensorDict) -> torch.Tensor:
         """Bool ``[R]``: the tokens whose normaliser is taken, the same on any layout of ranks and batches."""
