@@ -8,6 +8,7 @@ torch's, its weight marked for the exchange of gradients. Everything else is meg
 
 from contextlib import nullcontext
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,6 +32,21 @@ class CudaIsCpu(TorchFunctionMode):
         return result.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else result
 
 
+class OneStream:
+    """The only stream there is: everything on it has happened."""
+
+    def record_event(self) -> "OneStream":
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def splits_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the token dispatcher makes of sizes on a GPU before it exchanges tokens."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 class Norm(torch.nn.RMSNorm):
     """RMSNorm whose gradient is added up over the ranks that share the rows."""
 
@@ -44,13 +60,19 @@ def install() -> None:
     """Do so in this thread from now on; CUDA's random states, which only dropout uses, are not kept."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    token_dispatcher.maybe_move_tensor_to_cpu = splits_as_numpy
+    moe_utils.te_general_gemm = None  # what it asks for; without Transformer Engine it forgets to define it
     transformer_block.LayerNormImpl = Norm
     CudaRNGStatesTracker.add = lambda *_: None
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
+    stream = OneStream()
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *_: stream
+    torch.cuda.stream = lambda _: nullcontext()
     CudaIsCpu().__enter__()
 
 
@@ -63,7 +85,7 @@ def positions(seq_starts: list[int], rank: int, size: int) -> tuple[torch.Tensor
         size: Number of them.
     """
     sequences, places = [], []
-    for sequence, (start, stop) in enumerate(zip(seq_starts, seq_starts[1:], strict=False)):
+    for sequence, (start, stop) in enumerate(pairwise(seq_starts)):
         pieces = torch.arange(stop - start).chunk(2 * size) if size > 1 else [torch.arange(stop - start)]
         own = [pieces[rank], pieces[2 * size - rank - 1]] if size > 1 else pieces
         places += own

@@ -15,6 +15,10 @@ import torch
 from tests.megatron import cuda_on_cpu
 from tests.worker import harness
 
+EXPERTS = 4
+LAYERS = 4
+
+
 @dataclass
 class Parallel:
     """How the ranks share the work, and what else varies between tests."""
@@ -25,6 +29,9 @@ class Parallel:
     chunks: int | None = None
     """Model chunks of each pipeline stage; None for one."""
     sequence: bool = False
+    experts: int | None = None
+    """Experts of a mixture of four, top 2, on each rank; None for a dense model."""
+    replay: str = "disabled"
     packed: bool = True
     width: int | None = None
     """Columns of the output layer on each rank; None for as few as hold the vocabulary."""
@@ -39,8 +46,20 @@ def transformer_config(parallel: Parallel) -> Any:
     """Configuration of the model, on the CPU and in float32."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    mixture: dict[str, Any] = {}
+    if parallel.experts is not None:
+        mixture = {
+            "num_moe_experts": EXPERTS,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 32,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "expert_model_parallel_size": EXPERTS // parallel.experts,
+            "expert_tensor_parallel_size": 1,
+            "moe_enable_routing_replay": parallel.replay != "disabled",
+        }
     return TransformerConfig(
-        num_layers=4,
+        num_layers=LAYERS,
         hidden_size=32,
         num_attention_heads=4,
         num_query_groups=2,
@@ -66,6 +85,7 @@ def transformer_config(parallel: Parallel) -> Any:
         apply_rope_fusion=False,
         overlap_p2p_comm=parallel.chunks is not None,
         batch_p2p_comm=False,
+        **mixture,
     )
 
 
@@ -75,7 +95,8 @@ def build_chunk(config: Any, parallel: Parallel, chunk: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    experts = None if parallel.experts is None else EXPERTS
+    spec = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = cuda_on_cpu.attention_class()
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = cuda_on_cpu.Norm
     model = GPTModel(
@@ -89,20 +110,22 @@ def build_chunk(config: Any, parallel: Parallel, chunk: int | None) -> Any:
         position_embedding_type="rope",
         vp_stage=chunk,
     )
-    first = model.decoder.layers[0].layer_number - 1
+    first_layer = model.decoder.layers[0].layer_number - 1
+    first_expert = parallel_state.get_expert_model_parallel_rank() * (parallel.experts or 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fill(parameter, global_name(name, first), parallel.vocab_size)
+            whole = numbered(numbered(name, "decoder.layers.", first_layer), "local_experts.", first_expert)
+            fill(parameter, whole, parallel.vocab_size)
     return model
 
 
-def global_name(name: str, first_layer: int) -> str:
-    """The name that a parameter has in a model that is not cut into stages."""
-    head, _, rest = name.partition("decoder.layers.")
+def numbered(name: str, before: str, first: int) -> str:
+    """The name that a parameter has in a model that is not cut up: the number after ``before`` is counted on."""
+    head, _, rest = name.partition(before)
     if not rest:
         return name
-    layer, _, tail = rest.partition(".")
-    return f"{head}decoder.layers.{int(layer) + first_layer}.{tail}"
+    number, _, tail = rest.partition(".")
+    return f"{head}{before}{int(number) + first}.{tail}"
 
 
 def fill(parameter: torch.Tensor, name: str, vocab_size: int) -> None:
@@ -111,7 +134,7 @@ def fill(parameter: torch.Tensor, name: str, vocab_size: int) -> None:
 
     if parameter.ndim == 1:
         return
-    sharded = getattr(parameter, "tensor_model_parallel", False)
+    sharded = getattr(parameter, "tensor_model_parallel", False) and "local_experts" not in name
     dim = parameter.partition_dim if sharded else 0
     size = parallel_state.get_tensor_model_parallel_world_size() if sharded else 1
     shape = list(parameter.shape)
@@ -130,7 +153,7 @@ def fill(parameter: torch.Tensor, name: str, vocab_size: int) -> None:
 
 @cache
 def engine_class() -> type:
-    """verl's Megatron engine with the model above, registered for the CPU."""
+    """Verl's Megatron engine with the model above, registered for the CPU."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
@@ -172,6 +195,7 @@ def build_worker(model: Path, parallel: Parallel, *, loss: Any = None, **actor: 
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
     from verl.workers.config.actor import McoreActorConfig
+    from verl.workers.config.engine import EngineRouterReplayConfig
     from verl.workers.utils.losses import ppo_loss
 
     from verl_sis.integration.actor import ActorTrainingWorker
@@ -187,6 +211,9 @@ def build_worker(model: Path, parallel: Parallel, *, loss: Any = None, **actor: 
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.chunks,
         sequence_parallel=parallel.sequence,
+        expert_model_parallel_size=EXPERTS // (parallel.experts or EXPERTS),
+        expert_tensor_parallel_size=1,
+        router_replay=EngineRouterReplayConfig(mode=parallel.replay),
         use_distributed_optimizer=False,
         use_dynamic_bsz=dynamic,
         micro_batch_size_per_gpu=parallel.micro_batch_size,

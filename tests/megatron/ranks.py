@@ -28,16 +28,17 @@ def two_steps(model: Path, parallel: Parallel, rollout: harness.Rollout) -> dict
     from megatron.core import parallel_state
 
     worker = megatron.build_worker(model, parallel)
+    replay = {"enable_routing_replay": parallel.replay != "disabled"}
     count = len(rollout.responses) // parallel_state.get_data_parallel_world_size()
     first = parallel_state.get_data_parallel_rank() * count
     own = rollout.select(list(range(first, first + count)))
     decisions = recorder.record(worker)
     metrics, old_log_probs = [], None
     for _ in range(2):
-        output = harness.old_pass(worker, own, temperature=TEMPERATURE)
+        output = harness.old_pass(worker, own, temperature=TEMPERATURE, **replay)
         old = old_of_group([] if output is None else list(output["log_probs"].unbind()), own)
         old_log_probs = torch.cat(old.unbind()) if old_log_probs is None else old_log_probs
-        settings = {"mini_batch_size": len(rollout.responses), "epochs": 2, "temperature": TEMPERATURE}
+        settings = {"mini_batch_size": len(rollout.responses), "epochs": 2, "temperature": TEMPERATURE, **replay}
         metrics.append(harness.update(worker, own, old, columns={"rollout_log_probs": old}, **settings))
     return {"decisions": decisions, "metrics": metrics, "old_log_probs": old_log_probs}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.megatron.harness import Parallel
+from tests.megatron.harness import EXPERTS, LAYERS, Parallel
 from tests.worker import harness, recorder
 from tests.worker.ranks import TwoRanks
 
@@ -19,8 +19,14 @@ def parallel(**settings):
     return Parallel(sis=SIS, **settings)
 
 
+def mixture(**settings):
+    return parallel(**{"experts": 4, "replay": "R3", **settings})
+
+
 REFERENCES = {
     "whole vocabulary": parallel(),
+    "mixture, R3": mixture(),
+    "mixture": mixture(replay="disabled"),
     "91 tokens in 92 columns": parallel(vocab_size=91, width=92),
     "91 tokens in 182 columns": parallel(vocab_size=91, width=182),
 }
@@ -38,8 +44,22 @@ LAYOUTS = {
     "virtual pipeline": parallel(pipeline=2, chunks=2),
     "padded vocabulary": parallel(tensor=2, vocab_size=91),
     "a shard of padding alone": parallel(tensor=2, vocab_size=91, width=91),
+    "mixture, R3, sequence parallel": mixture(tensor=2, sequence=True),
+    "mixture, R3, expert parallel": mixture(micro_batch_size=2, experts=2),
+    "mixture, R3, context parallel": mixture(context=2),
+    "mixture, R3, pipeline parallel": mixture(pipeline=2),
+}
+LAYOUTS_OF_FOUR = {
+    "tensor and context parallel": parallel(tensor=2, context=2),
+    "tensor, sequence and pipeline parallel": parallel(tensor=2, sequence=True, pipeline=2),
+    "tensor and data parallel, padded vocabulary": parallel(tensor=2, micro_batch_size=2, vocab_size=91),
+    "mixture, R3, tensor, sequence, expert and context parallel": mixture(
+        tensor=2, sequence=True, context=2, experts=1
+    ),
 }
 REFERENCE_OF = {
+    **{name: "mixture, R3" for name in (*LAYOUTS, *LAYOUTS_OF_FOUR) if name.startswith("mixture")},
+    "tensor and data parallel, padded vocabulary": "91 tokens in 92 columns",
     "padded vocabulary": "91 tokens in 92 columns",
     "a shard of padding alone": "91 tokens in 182 columns",
 }
@@ -51,14 +71,24 @@ def model(tmp_path_factory):
     return harness.build_model_folder(tmp_path_factory.mktemp("model"))
 
 
+def rollout():
+    """Random tokens and random routes, the last row of each sequence without one."""
+    rollout = harness.made_up_rollout(LENGTHS)
+    generator = torch.Generator().manual_seed(5)
+    for row in rollout.sequences():
+        routes = torch.rand((len(row), LAYERS, EXPERTS), generator=generator).topk(2).indices.to(torch.int16)
+        routes[-1] = 0
+        rollout.routes.append(routes)
+    return rollout
+
+
 def run(world_size, layouts, model, folder):
     """Results by layout, of each rank."""
     from tests.megatron import ranks
 
     processes = TwoRanks(world_size)
     try:
-        rollout = harness.made_up_rollout(LENGTHS)
-        of_ranks = processes.run(folder, ranks.two_steps_of_each, model, layouts, rollout)
+        of_ranks = processes.run(folder, ranks.two_steps_of_each, model, layouts, rollout())
     finally:
         processes.stop()
     return {name: [found[name] for found in of_ranks] for name in layouts}
@@ -73,6 +103,17 @@ def references(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(model, tmp_path_factory):
     return run(2, LAYOUTS, model, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def results_of_four(model, tmp_path_factory):
+    return run(4, LAYOUTS_OF_FOUR, model, tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
+def test_four_ranks(results_of_four, references, layout):
+    reference = references[REFERENCE_OF.get(layout, "whole vocabulary")]
+    assert_same(results_of_four[layout], reference, LAYOUTS_OF_FOUR[layout])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -121,8 +162,13 @@ def test_the_reference_accepts_and_rejects_off_policy(references):
             assert step["sis/residual_mass/tokens"] == step["sis/tokens"]
 
 
+def test_routes_are_replayed(references):
+    native, replayed = references["mixture"], references["mixture, R3"]
+    assert (native["old_log_probs"] - replayed["old_log_probs"]).abs().mean() > 0.1
+
+
 def test_padding_of_the_vocabulary_changes_nothing_that_sis_decides(references):
-    """verl's log-probs count the padded columns, of logit 0 here; the first on-policy update of SIS does not."""
+    """Verl's log-probs count the padded columns, of logit 0 here; the first on-policy update of SIS does not."""
     narrow, wide = references["91 tokens in 92 columns"], references["91 tokens in 182 columns"]
     gap = (narrow["old_log_probs"] - wide["old_log_probs"]).abs().max()
     assert gap > 1e-3, "91 more columns of logit 0 are noticed by verl's log-probs"

@@ -111,7 +111,7 @@ class VocabShard:
             if found:
                 parts.append(envelope.top_k_logits(own[start:stop], found, chunk_tokens=chunk_tokens))
             else:
-                parts.append(tuple(part.new_zeros((stop - start, 0)) for part in parts[0]))
+                parts.append((parts[0][0].new_zeros((stop - start, 0)), parts[0][1].new_zeros((stop - start, 0))))
         values, ids = (torch.cat(columns) for columns in zip(*parts, strict=True))
         ids += self.start
         return (values, ids) if len(self.counts) == 1 else self._merged(values, ids, k)

@@ -49,7 +49,8 @@ class MegatronLayout(ResponseLayout):
         """
         layout = ResponseLayout.of(data, local_size=len(packed_index))
         holds = packed_index >= 0
-        row_of = packed_index.new_full((int(data["input_ids"].values().shape[0]),), _ELSEWHERE)
+        tokens, _ = verl_compat.packed(data, "input_ids")
+        row_of = packed_index.new_full((len(tokens),), _ELSEWHERE)
         row_of[packed_index[holds]] = holds.nonzero().squeeze(1)
         return cls(**vars(layout), rows=row_of[layout.positions])
 

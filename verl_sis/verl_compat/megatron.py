@@ -95,6 +95,7 @@ def check_megatron_engine(engine: Any) -> None:
     """
     config, transformer = engine.engine_config, engine.tf_config
     prefix = "actor_rollout_ref.actor.megatron"
+    replays = config.router_replay.mode != "disabled"
     refused = {
         f"{prefix}.dynamic_context_parallel=False": (
             config.dynamic_context_parallel,
@@ -105,17 +106,25 @@ def check_megatron_engine(engine: Any) -> None:
             config.use_fused_kernels,
             "SIS reads the logits, and fused kernels never materialise them",
         ),
-        f"{prefix}.override_transformer_config.fp8=null": (
-            getattr(transformer, "fp8", None),
+        f"~{prefix}.override_transformer_config.fp8": (
+            transformer.fp8,
             "under fp8 verl pads sequences by another rule",
         ),
-        f"{prefix}.override_transformer_config.overlap_moe_expert_parallel_comm=False": (
-            getattr(transformer, "overlap_moe_expert_parallel_comm", False),
-            "overlapped expert communication runs micro-batches interleaved, and SIS looks at one after the other",
+        f"~{prefix}.override_transformer_config.overlap_moe_expert_parallel_comm": (
+            transformer.overlap_moe_expert_parallel_comm,
+            "overlapped expert communication interleaves micro-batches, and SIS looks at one after the other",
         ),
         "actor_rollout_ref.model.mtp.enable=False": (
-            getattr(engine.model_config.mtp, "enable", False),
-            "multi-token prediction replaces the step that makes the logits; SIS was never run with it",
+            engine.model_config.mtp.enable,
+            "multi-token prediction replaces the step that makes the logits, and was never run",
+        ),
+        "actor_rollout_ref.model.use_remove_padding=True": (
+            replays and not config.use_remove_padding,
+            "verl lays out the routes that it replays for packed sequences only",
+        ),
+        f"{prefix}.sequence_parallel=True": (
+            replays and config.tensor_model_parallel_size > 1 and not config.sequence_parallel,
+            "verl shares the routes that it replays among the tensor-parallel ranks as sequence parallelism does",
         ),
     }
     for correction, (active, reason) in refused.items():
@@ -125,7 +134,7 @@ def check_megatron_engine(engine: Any) -> None:
 
 def tensor_parallel() -> tuple[int, int, Any]:
     """Rank, size and group of the tensor-parallel ranks, which share the vocabulary."""
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state  # pyright: ignore[reportMissingImports]
 
     return (
         parallel_state.get_tensor_model_parallel_rank(),
@@ -136,7 +145,7 @@ def tensor_parallel() -> tuple[int, int, Any]:
 
 def sum_over_context_parallel(values: torch.Tensor) -> torch.Tensor:
     """Sum of a tensor over the context-parallel ranks, on each of them."""
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state  # pyright: ignore[reportMissingImports]
 
     if parallel_state.get_context_parallel_world_size() > 1 and values.numel():
         torch.distributed.all_reduce(values, group=parallel_state.get_context_parallel_group())
@@ -150,7 +159,7 @@ def context_parallel_layout(engine: Any) -> str:
     return engine._get_context_parallel_layout(unwrap_model(engine.module[-1]))
 
 
-def megatron_rows(data: TensorDict, data_format: str, cp_layout: str) -> torch.Tensor:
+def megatron_rows(data: TensorDict, data_format: str, cp_layout: Any) -> torch.Tensor:
     """Packed index of the token in each row of this rank's logits; -1 for padding.
 
     Indices go through the very functions of verl that pad and share ``input_ids``.
@@ -158,7 +167,7 @@ def megatron_rows(data: TensorDict, data_format: str, cp_layout: str) -> torch.T
     Args:
         data: Micro-batch as the engine sees it; ``input_ids`` nested.
         data_format: ``thd`` (packed) or ``bshd`` (padded to the longest sequence).
-        cp_layout: As ``context_parallel_layout`` says.
+        cp_layout: ``zigzag`` or ``contiguous``, as ``context_parallel_layout`` says.
 
     Returns:
         int64 ``[n]``, ``n`` the rows of this rank, sequence by sequence.
@@ -175,6 +184,6 @@ def megatron_rows(data: TensorDict, data_format: str, cp_layout: str) -> torch.T
     if data_format == "thd":
         rows = preprocess_thd_engine(index, pre_process=True, cp_layout=cp_layout)[0]
     else:
-        longest = tu.get_non_tensor_data(data=data, key="forced_max_seqlen", default=None)
+        longest: Any = tu.get_non_tensor_data(data=data, key="forced_max_seqlen", default=None)
         rows = preprocess_bshd_engine(index, pre_process=True, forced_max_seqlen=longest)[0]
     return rows.flatten() - 1
