@@ -12,6 +12,7 @@ from verl.base_config import BaseConfig
 from verl.workers.config.actor import PolicyLossConfig
 
 from verl_sis.core.acceptance import OUTSIDE_TOP_K
+from verl_sis.dump_config import SisDumpConfig, check_integer
 from verl_sis.errors import SisConfigError
 
 LOSS_MODE = "sis"
@@ -22,7 +23,7 @@ ACTIVATION_MODULE = "verl_sis.integration.activate"
 
 ESTIMATORS = ("sampled", "expected")
 BEHAVIORS = ("old",)
-SUPPORTED_STRATEGIES = ("fsdp", "fsdp2")
+SUPPORTED_STRATEGIES = ("fsdp", "fsdp2", "megatron")
 FUSED_KERNELS_BACKENDS = ("torch", "triton", "liger")
 """verl's names. ``torch`` was run; the log-probs of the others are compared with hidden states times LM head."""
 
@@ -45,10 +46,12 @@ class SisRunFacts(BaseConfig):
         logprobs_mode (str): ``actor_rollout_ref.rollout.logprobs_mode``.
         use_fused_kernels (bool): ``actor_rollout_ref.model.use_fused_kernels``.
         fused_kernels_backend (Any): ``actor_rollout_ref.model.fused_kernel_options.impl_backend``, a name or None.
-        pad_to_length (bool): ``actor_rollout_ref.actor.fsdp_config.pad_to_length``.
+        pad_to_length (bool): ``pad_to_length`` of the actor's engine section, ``fsdp_config`` or ``megatron``.
+        dynamic_context_parallel (bool): ``actor_rollout_ref.actor.megatron.dynamic_context_parallel``.
+        multi_token_prediction (bool): ``actor_rollout_ref.model.mtp.enable``.
         distillation (bool): ``distillation.enabled``.
         return_routes (bool): ``actor_rollout_ref.rollout.enable_rollout_routing_replay``.
-        replay_mode (str): ``router_replay.mode`` of the actor's FSDP section.
+        replay_mode (str): ``router_replay.mode`` of the actor's engine section.
         moe_metrics_interval (int): ``actor_rollout_ref.rollout.moe_load_balance_metrics_interval``, the other user of
             the rollout engine's routes.
         activation_offload (bool): ``actor_rollout_ref.model.enable_activation_offload``.
@@ -67,6 +70,8 @@ class SisRunFacts(BaseConfig):
     use_fused_kernels: bool = False
     fused_kernels_backend: Any = None
     pad_to_length: bool = False
+    dynamic_context_parallel: bool = False
+    multi_token_prediction: bool = False
     distillation: bool = False
     return_routes: bool = False
     replay_mode: str = "disabled"
@@ -84,6 +89,12 @@ class SisRunFacts(BaseConfig):
         self._check_behavior_policy()
         self._check_logits()
         self._check_routes()
+        if self.strategy == "megatron":
+            self._check_megatron()
+
+    @property
+    def _section(self) -> str:
+        return "megatron" if self.strategy == "megatron" else "fsdp_config"
 
     def _check_activation(self) -> None:
         libs = self.external_lib if isinstance(self.external_lib, str | None) else list(self.external_lib)
@@ -96,7 +107,21 @@ class SisRunFacts(BaseConfig):
         if self.strategy not in SUPPORTED_STRATEGIES:
             raise SisConfigError(
                 f"SIS supports the engines {SUPPORTED_STRATEGIES}, got actor_rollout_ref.actor.strategy="
-                f"{self.strategy!r}. Type actor_rollout_ref.actor.strategy=fsdp2, or train without SIS."
+                f"{self.strategy!r}. Type actor_rollout_ref.actor.strategy=fsdp2 or model_engine=megatron, or train "
+                "without SIS."
+            )
+
+    def _check_megatron(self) -> None:
+        if self.dynamic_context_parallel:
+            raise SisConfigError(
+                "SIS keeps the old policy's top-K on the ranks that scored a sample, and dynamic context parallelism "
+                "moves samples between ranks from pass to pass. Type "
+                "actor_rollout_ref.actor.megatron.dynamic_context_parallel=False"
+            )
+        if self.multi_token_prediction:
+            raise SisConfigError(
+                "SIS on verl's Megatron engine was never run with multi-token prediction, which replaces the step that "
+                "makes the logits. Type actor_rollout_ref.model.mtp.enable=False"
             )
 
     def _check_behavior_policy(self) -> None:
@@ -132,11 +157,17 @@ class SisRunFacts(BaseConfig):
         if self.return_routes and self.replay_mode == "disabled" and self.moe_metrics_interval <= 0:
             raise SisConfigError(
                 "actor_rollout_ref.rollout.enable_rollout_routing_replay=True makes the rollout engine return its "
-                "routes, but verl's FSDP engine ignores them. Type +routing_replay@_global_=r3 to replay them, or "
+                "routes, but nothing replays them. Type +routing_replay@_global_=r3"
+                f"{'_megatron' if self.strategy == 'megatron' else ''} to do so, or "
                 "actor_rollout_ref.rollout.enable_rollout_routing_replay=False"
             )
 
     def _check_logits(self) -> None:
+        if self.use_fused_kernels and self.strategy == "megatron":
+            raise SisConfigError(
+                "SIS reads the logits, which fused kernels never materialise, and looks at hidden states instead on "
+                "verl's FSDP engines only. Type actor_rollout_ref.model.use_fused_kernels=False"
+            )
         if self.use_fused_kernels and self.fused_kernels_backend not in FUSED_KERNELS_BACKENDS:
             raise SisConfigError(
                 f"SIS supports the fused kernels {', '.join(FUSED_KERNELS_BACKENDS)}, got actor_rollout_ref.model."
@@ -147,44 +178,11 @@ class SisRunFacts(BaseConfig):
         if self.pad_to_length:
             raise SisConfigError(
                 "SIS uses verl's per-token logits hook, which verl refuses together with static padding. Type "
-                "actor_rollout_ref.actor.fsdp_config.pad_to_length=False"
+                f"actor_rollout_ref.actor.{self._section}.pad_to_length=False"
             )
         if self.distillation:
             raise SisConfigError(
                 "SIS and distillation both need verl's per-token logits hook. Type distillation.enabled=False"
-            )
-
-
-@dataclass
-class SisDumpConfig(BaseConfig):
-    """Per-token tables written in training, at ``actor_rollout_ref.actor.policy_loss.sis.dump``.
-
-    Args:
-        every (int): Rollouts (steps of the trainer) from one dump to the next, the first included; 0 for none.
-        directory (str): Where each rank writes its files; the presets say ``${trainer.default_local_dir}/sis_dump``.
-        max_tokens (int): Rows that a rank writes of one rollout, in whole responses.
-        max_mb (int): Size of all token files of a rank, in MB of 10^6 bytes, at which the dump of the run ends.
-        max_contexts (int): Tokens of a dump whose whole top-K is written too, for the estimator laboratory.
-    """
-
-    every: int = 0
-    directory: str = ""
-    max_tokens: int = 65536
-    max_mb: int = 2048
-    max_contexts: int = 512
-
-    def __post_init__(self) -> None:
-        """Check each value.
-
-        Raises:
-            SisConfigError: If a value is not allowed.
-        """
-        for name, least in {"every": 0, "max_tokens": 1, "max_mb": 1, "max_contexts": 0}.items():
-            _check_integer(f"dump.{name}", getattr(self, name), least)
-        if self.every and not self.directory:
-            raise SisConfigError(
-                f"policy_loss.sis.dump.every={self.every} needs a directory to write to. Type "
-                "actor_rollout_ref.actor.policy_loss.sis.dump.directory=/path/to/dumps"
             )
 
 
@@ -232,7 +230,7 @@ class SisConfig(BaseConfig):
         _check_choice("outside_top_k", self.outside_top_k, OUTSIDE_TOP_K)
         _check_choice("behavior", self.behavior, BEHAVIORS)
         for name in ("top_k", "chunk_tokens"):
-            _check_integer(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
         if not isinstance(self.normalizer_share, int | float) or not 0.0 < self.normalizer_share <= 1.0:
             raise SisConfigError(
                 f"policy_loss.sis.normalizer_share must be a number in (0, 1], got {self.normalizer_share!r}"
@@ -243,7 +241,12 @@ class SisConfig(BaseConfig):
             self._check_dump()
 
     def _check_dump(self) -> None:
-        """A dump writes ranks as int16, and runs one forward pass in train mode that no backward pass follows."""
+        """A dump writes ranks as int16, reads whole distributions, and runs one more forward pass in train mode."""
+        if self.run.strategy == "megatron":
+            raise SisConfigError(
+                "policy_loss.sis.dump reads whole distributions, which no rank of verl's Megatron engine holds. Type "
+                "actor_rollout_ref.actor.policy_loss.sis.dump.every=0"
+            )
         if self.top_k >= 2**15:
             raise SisConfigError(
                 f"policy_loss.sis.dump holds ranks up to {2**15 - 1}, got policy_loss.sis.top_k={self.top_k}. Type a "
@@ -290,8 +293,3 @@ class SisPolicyLossConfig(PolicyLossConfig):
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise SisConfigError(f"policy_loss.sis.{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _check_integer(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SisConfigError(f"policy_loss.sis.{name} must be an integer of at least {least}, got {value!r}")

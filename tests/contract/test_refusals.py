@@ -38,7 +38,7 @@ REFUSED = {
     "distillation": (["distillation.enabled=True"], "Type distillation.enabled=False"),
     "an engine without support": (
         ["actor_rollout_ref.actor.strategy=veomni"],
-        r"supports the engines \('fsdp', 'fsdp2'\), got .*'veomni'",
+        r"supports the engines \('fsdp', 'fsdp2', 'megatron'\), got .*'veomni'",
     ),
     "activation replaced": (
         ["actor_rollout_ref.model.external_lib=my_models"],
@@ -68,6 +68,48 @@ def test_refused_in_the_driver(case):
     config = compose_run("+sis@_global_=grpo", *overrides, *ENOUGH)
     with pytest.raises(InstantiationException, match=f"(?s)SisConfigError.*{message}"):
         actor_config(config)
+
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
+REFUSED_ON_MEGATRON = {
+    "static padding": ([f"{MEGATRON}.pad_to_length=True"], f"Type {MEGATRON}.pad_to_length=False"),
+    "dynamic context parallelism": (
+        [f"{MEGATRON}.dynamic_context_parallel=True", f"{MEGATRON}.max_seqlen_per_dp_cp_rank=64"],
+        f"moves samples between ranks.*Type {MEGATRON}.dynamic_context_parallel=False",
+    ),
+    "multi-token prediction": (
+        ["actor_rollout_ref.model.mtp.enable=True"],
+        "never run with multi-token prediction.*Type actor_rollout_ref.model.mtp.enable=False",
+    ),
+    "a dump": ([f"{SIS}.dump.every=1"], f"no rank of verl's Megatron engine holds. Type {SIS}.dump.every=0"),
+    "fused kernels": (
+        ["actor_rollout_ref.model.use_fused_kernels=True"],
+        "Type actor_rollout_ref.model.use_fused_kernels=False",
+    ),
+    "routes that nobody replays": (
+        [f"{ROLLOUT}.enable_rollout_routing_replay=True"],
+        r"Type \+routing_replay@_global_=r3_megatron",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ON_MEGATRON)
+def test_refused_on_megatron(case):
+    overrides, message = REFUSED_ON_MEGATRON[case]
+    config = compose_run("+sis@_global_=grpo", "model_engine=megatron", *overrides, *ENOUGH)
+    with pytest.raises(InstantiationException, match=f"(?s)SisConfigError.*{message}"):
+        actor_config(config)
+
+
+@pytest.mark.parametrize(
+    "groups", [[], ["+routing_replay@_global_=r3_megatron"], ["+routing_replay@_global_=r2_megatron"]]
+)
+def test_sis_on_megatron_is_accepted(groups):
+    config = compose_run("+sis@_global_=grpo", *groups, "model_engine=megatron", *ENOUGH)
+    actor = actor_config(config)
+    run = actor.policy_loss.sis.run
+    assert (run.strategy, run.pad_to_length, run.dynamic_context_parallel) == ("megatron", False, False)
+    assert run.replay_mode == actor.engine.router_replay.mode
 
 
 def test_a_list_of_libraries_may_hold_the_activation():

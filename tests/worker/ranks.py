@@ -21,20 +21,20 @@ WORLD_SIZE = 2
 class TwoRanks:
     """Two processes that import verl once and then run one job after another."""
 
-    def __init__(self) -> None:
-        """Start them."""
-        self._jobs: list[SimpleQueue] = [get_context("forkserver").SimpleQueue() for _ in range(WORLD_SIZE)]
+    def __init__(self, world_size: int = WORLD_SIZE) -> None:
+        """Start them; another number of them if asked."""
+        self._jobs: list[SimpleQueue] = [get_context("forkserver").SimpleQueue() for _ in range(world_size)]
         self._processes = mp.start_processes(
             _rank_main,
             args=(harness.free_port(), self._jobs),
-            nprocs=WORLD_SIZE,
+            nprocs=world_size,
             join=False,
             start_method="forkserver",
         )
 
     def run(self, folder: Path, job: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what ``job(rank, *args)`` returns on each rank; raise what it raises on one of them."""
-        files = [folder / f"rank_{rank}.pt" for rank in range(WORLD_SIZE)]
+        files = [folder / f"rank_{rank}.pt" for rank in range(len(self._jobs))]
         for jobs, file in zip(self._jobs, files, strict=True):
             jobs.put(pickle.dumps((job, args, file)))
         while not all(file.exists() for file in files):
@@ -53,7 +53,7 @@ class TwoRanks:
 def _rank_main(rank: int, port: int, queues: list[SimpleQueue]) -> None:
     # What the server imported is never garbage here; a search through all of it takes half a second.
     gc.freeze()
-    harness.prepare_environment(rank, WORLD_SIZE, port)
+    harness.prepare_environment(rank, len(queues), port)
     torch.set_num_threads(1)
     ulysses_on_cpu.install()
     try:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_sis.core import envelope
 from verl_sis.core.envelope import EnvelopeTerms, TopK
 from verl_sis.core.log_probs import log_probs_in_chunks
+from verl_sis.core.vocab_parallel import VocabShard
 from verl_sis.errors import SisShapeError
 
 Ranges = Sequence[tuple[int, int]]
@@ -90,7 +90,14 @@ def tokens_of(top_k: TopK, index: torch.Tensor | slice) -> TopK:
 
 @torch.no_grad()
 def old_rows(
-    logits: Logits, ranges: Ranges, sampled_ids: torch.Tensor, k: int, *, normalize: bool, chunk_tokens: int
+    logits: Logits,
+    ranges: Ranges,
+    sampled_ids: torch.Tensor,
+    k: int,
+    *,
+    normalize: bool,
+    chunk_tokens: int,
+    vocabulary: VocabShard | None = None,
 ) -> OldRows:
     """Top-K logits, the sampled token's own, and the normaliser of the old policy.
 
@@ -101,6 +108,7 @@ def old_rows(
         k: Size of V_K.
         normalize: Whether to take the log-sum-exp over the vocabulary.
         chunk_tokens: Rows worked on at a time.
+        vocabulary: Which token ids the columns of ``logits`` are; all, in order, if None.
 
     Returns:
         The columns.
@@ -109,16 +117,17 @@ def old_rows(
         SisShapeError: If the shapes do not fit or ``k`` lies outside ``[1, V]``.
     """
     _check_rows(ranges, sampled_ids)
+    vocabulary = vocabulary or VocabShard.whole(logits.shape[1])
     values, ids, sampled, normalizer = [], [], [], []
     for block in _blocks(logits, ranges):
-        for start, stop in block.ranges:  # contiguous rows, so none is copied
-            of_range = envelope.top_k_logits(block.logits[start:stop], k, chunk_tokens=chunk_tokens)
-            values.append(of_range[0])
-            ids.append(of_range[1])
+        # Run by run of consecutive rows, so no row of logits is copied.
+        largest = vocabulary.top_k_logits(block.logits, k, chunk_tokens=chunk_tokens, ranges=block.ranges)
+        values.append(largest[0])
+        ids.append(largest[1])
         rows = block.rows()
-        sampled.append(envelope.gather_logits(block.logits, sampled_ids[block.tokens], rows))
+        sampled.append(vocabulary.gather_logits(block.logits, sampled_ids[block.tokens], rows))
         if normalize:
-            normalizer.append(envelope.log_normalizer(block.logits, rows, chunk_tokens=chunk_tokens))
+            normalizer.append(vocabulary.log_normalizer(block.logits, rows, chunk_tokens=chunk_tokens))
         del block  # before the next one is made
     return OldRows(
         values=torch.cat(values),
@@ -137,6 +146,7 @@ def current_rows(
     *,
     normalized: torch.Tensor | None,
     chunk_tokens: int,
+    vocabulary: VocabShard | None = None,
 ) -> tuple[EnvelopeTerms, torch.Tensor | None]:
     """Envelope and top-K mass of the current policy at the old policy's top-K, and its normaliser where wanted.
 
@@ -147,6 +157,7 @@ def current_rows(
         sampled_ids: ``[R]`` the tokens.
         normalized: Bool ``[R]``, the tokens whose log-sum-exp is taken; None for none.
         chunk_tokens: Rows worked on at a time.
+        vocabulary: Which token ids the columns of ``logits`` are; all, in order, if None.
 
     Returns:
         The unnormalised terms, and ``[R]`` float32 log-sum-exps (0 where not taken), or None.
@@ -155,16 +166,17 @@ def current_rows(
         SisShapeError: If the shapes do not fit.
     """
     _check_rows(ranges, sampled_ids)
+    vocabulary = vocabulary or VocabShard.whole(logits.shape[1])
     terms, normalizer = [], []
     for block in _blocks(logits, ranges):
         rows = block.rows()
-        of_block = envelope.envelope_terms(
+        of_block = vocabulary.envelope_terms(
             block.logits, tokens_of(top_k, block.tokens), sampled_ids[block.tokens], rows
         )
         terms.append(of_block)
         if normalized is not None:
             chosen = normalized[block.tokens]
-            taken = envelope.log_normalizer(block.logits, rows[chosen], chunk_tokens=chunk_tokens)
+            taken = vocabulary.log_normalizer(block.logits, rows[chosen], chunk_tokens=chunk_tokens)
             normalizer.append(torch.zeros_like(of_block.log_mass).masked_scatter_(chosen, taken))
         del block  # before the next one is made
     joined = EnvelopeTerms(
@@ -223,9 +235,9 @@ class _Block:
 def _blocks(logits: Logits, ranges: Ranges) -> Iterator[_Block]:
     """The blocks that hold rows of ``ranges``, in order; one of no rows comes first, so that there is always one."""
     if isinstance(logits, torch.Tensor):
-        yield _Block(logits, [(0, 0), *ranges], slice(0, _count(ranges)))
+        yield _Block(logits, ranges, slice(0, _count(ranges)))
         return
-    yield _Block(logits.block(0, 0), [(0, 0)], slice(0, 0))
+    yield _Block(logits.block(0, 0), [], slice(0, 0))
     first = 0
     for start in range(0, logits.shape[0], logits.chunk_tokens):
         end = min(start + logits.chunk_tokens, logits.shape[0])

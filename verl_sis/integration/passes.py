@@ -4,7 +4,9 @@ verl's engines call the loss function they are given twice per micro-batch when 
 ``loss(student_logits=[1, n, V], data=...)`` on temperature-scaled logits, which returns per-token tensors that the
 engine gathers over sequence parallelism, then ``loss(model_output=..., data=..., dp_group=...)``. One object serves
 both calls, so what the first saw is at hand in the second. With fused kernels, which never materialise the logits, the
-first call comes from inside the model's forward and hands over a ``LinearHead`` (``verl_sis.verl_compat.fused``).
+first call comes from inside the model's forward and hands over a ``LinearHead`` (``verl_sis.verl_compat.fused``). What
+rows and columns the logits hold is the engine's matter (see ``verl_sis.integration.live_logits``); Megatron's says
+``data_format`` too.
 """
 
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from verl_sis.errors import SisStateError
 from verl_sis.integration.base_loss import PolicyLoss
 from verl_sis.integration.dump_rows import RolloutRows
 from verl_sis.integration.layout import ResponseLayout
+from verl_sis.integration.live_logits import LiveLogits, Look, look_at_fsdp
 from verl_sis.integration.policy_loss import CURRENT, MicroBatch
 from verl_sis.integration.store import TopKStore
 from verl_sis.verl_compat import SAMPLE_KEY
@@ -46,17 +49,19 @@ _NORMALIZER_STREAM = 1 << 62
 class OldPass:
     """Loss function of ``compute_log_prob``: takes the top-K of the old policy from the live logits and stores it."""
 
-    def __init__(self, config: SisConfig, store: TopKStore) -> None:
-        """Bind the settings and the store to fill."""
+    def __init__(self, config: SisConfig, store: TopKStore, look: Look = look_at_fsdp) -> None:
+        """Bind the settings, the store to fill, and how the engine's logits are read."""
         self._config = config
         self._store = store
-        self._pending: tuple[ResponseLayout, OldRows] | None = None
+        self._live = look
+        self._pending: tuple[ResponseLayout, OldRows, bool] | None = None
 
     def __call__(
         self,
         *,
         data: TensorDict,
         student_logits: Logits | None = None,
+        data_format: str | None = None,
         model_output: dict[str, torch.Tensor] | None = None,
         dp_group: Any = None,
     ) -> Any:
@@ -67,48 +72,61 @@ class OldPass:
             engine puts there when it is given no loss function.
         """
         if student_logits is not None:
-            self._pending = self._look(verl_compat.packed_rows(student_logits), data)
+            self._pending = self._look(self._live(student_logits, data, data_format))
             return {}
         if self._pending is None or model_output is None:
             raise SisStateError("the engine did not call the logits hook in compute_log_prob, so there is no top-K")
-        layout, old = self._pending
+        layout, old, counts_padding = self._pending
         self._pending = None
-        sampled_log_prob = _packed(model_output["log_probs"])[layout.positions]
-        if old.log_normalizer is not None:
-            _check_same_policy(old.sampled_logit - old.log_normalizer, sampled_log_prob)
+        own = None if old.log_normalizer is None else old.sampled_logit - old.log_normalizer
+        if own is not None and counts_padding:
+            sampled_log_prob = own
+        else:
+            sampled_log_prob = _packed(model_output["log_probs"])[layout.positions]
+            if own is not None:
+                _check_same_policy(own, sampled_log_prob)
         top_k = envelope.top_k_from_logits(old.values, old.ids, old.sampled_logit, layout.token_ids, sampled_log_prob)
         self._store.put(data[SAMPLE_KEY].tolist(), layout.lengths, top_k)
         return torch.tensor(1.0, device=sampled_log_prob.device), {}
 
     @torch.no_grad()
-    def _look(self, logits: Logits, data: TensorDict) -> tuple[ResponseLayout, OldRows]:
-        layout = ResponseLayout.of(data, local_size=logits.shape[0])
+    def _look(self, live: LiveLogits) -> tuple[ResponseLayout, OldRows, bool]:
+        layout = live.layout
+        # With fused kernels for a comparison with theirs: the first micro-batch of each old pass is enough for that.
+        compare = isinstance(live.values, LinearHead) and not len(self._store)
         old = old_rows(
-            logits,
+            live.values,
             layout.local_ranges(),
             layout.token_ids[layout.local()],
             self._config.top_k,
-            # For a comparison with the kernel, and the first micro-batch of each old pass is enough for that.
-            normalize=isinstance(logits, LinearHead) and not len(self._store),
+            normalize=live.counts_padding or compare,
             chunk_tokens=self._config.chunk_tokens,
+            vocabulary=live.vocabulary,
         )
-        return layout, OldRows(
+        collected = OldRows(
             values=layout.collect(old.values),
             ids=layout.collect(old.ids),
             sampled_logit=layout.collect(old.sampled_logit),
             log_normalizer=None if old.log_normalizer is None else layout.collect(old.log_normalizer),
         )
+        return layout, collected, live.counts_padding
 
 
 class UpdatePass:
     """Loss function of ``update_actor``: envelope and acceptance from the live logits, then verl's own loss."""
 
     def __init__(
-        self, config: SisConfig, store: TopKStore, base_loss: PolicyLoss, verl_loss: Callable[..., Any]
+        self,
+        config: SisConfig,
+        store: TopKStore,
+        base_loss: PolicyLoss,
+        verl_loss: Callable[..., Any],
+        look: Look = look_at_fsdp,
     ) -> None:
-        """Bind the settings, the store to read, the base loss, and the loss function that verl gave the worker."""
+        """Bind the settings, the store to read, the base loss, verl's loss, and how the engine's logits are read."""
         self._config = config
         self._store = store
+        self._live = look
         self._base_loss = base_loss
         self._verl_loss = verl_loss
         self._pending: tuple[ResponseLayout, envelope.TopK, torch.Tensor] | None = None
@@ -121,6 +139,7 @@ class UpdatePass:
         *,
         data: TensorDict,
         student_logits: Logits | None = None,
+        data_format: str | None = None,
         model_output: dict[str, torch.Tensor] | None = None,
         dp_group: Any = None,
     ) -> Any:
@@ -131,7 +150,7 @@ class UpdatePass:
             statistics among the metrics.
         """
         if student_logits is not None:
-            return self._look(verl_compat.packed_rows(student_logits), data)
+            return self._look(self._live(student_logits, data, data_format), data)
         if self._pending is None or model_output is None:
             raise SisStateError("the engine did not call the logits hook in update_actor, so no token could be tested")
         layout, top_k, normalized = self._pending
@@ -147,10 +166,10 @@ class UpdatePass:
         return loss, {**metrics, STATISTICS: micro_batch.statistics}
 
     @torch.no_grad()
-    def _look(self, logits: Logits, data: TensorDict) -> dict[str, torch.Tensor]:
-        layout = ResponseLayout.of(data, local_size=logits.shape[0])
+    def _look(self, live: LiveLogits, data: TensorDict) -> dict[str, torch.Tensor]:
+        layout, logits = live.layout, live.values
         top_k = self._store.get(data[SAMPLE_KEY].tolist(), layout.lengths)
-        own_normalizer, normalized = self._normalized(logits, layout, data)
+        own_normalizer, normalized = self._normalized(live, data)
         self._pending = layout, top_k, normalized
         if self.rows is not None:
             self.rows.look(logits, layout, top_k, data)
@@ -162,6 +181,7 @@ class UpdatePass:
             layout.token_ids[local],
             normalized=normalized[local] if own_normalizer else None,
             chunk_tokens=self._config.chunk_tokens,
+            vocabulary=live.vocabulary,
         )
         outputs = {
             _LOG_ENVELOPE: terms.log_envelope,
@@ -170,18 +190,14 @@ class UpdatePass:
         }
         if log_normalizer is not None:
             outputs[_LOG_NORMALIZER] = log_normalizer
-        return {name: layout.scatter(values).unsqueeze(0) for name, values in outputs.items()}
+        return {name: live.spread(values) for name, values in outputs.items()}
 
-    def _normalized(self, logits: Logits, layout: ResponseLayout, data: TensorDict) -> tuple[bool, torch.Tensor]:
+    def _normalized(self, live: LiveLogits, data: TensorDict) -> tuple[bool, torch.Tensor]:
         """Whether SIS takes a log-sum-exp of its own, and bool ``[R]``: the tokens whose normaliser is known."""
-        every_token = torch.ones_like(layout.positions, dtype=torch.bool)
-        if isinstance(logits, LinearHead):
-            # Beside the matrix product that made the block, a pass over it costs little.
-            return True, every_token
-        if verl_compat.log_probs_keep_float32(logits.dtype, logits.device):
-            # verl's log-probs give the normaliser at no cost.
-            return False, every_token
-        return True, self._choose(layout, data)
+        # Where verl's log-probs give the normaliser, it costs nothing; beside the matrix product of a head, little.
+        if live.exact_log_probs or isinstance(live.values, LinearHead):
+            return not live.exact_log_probs, torch.ones_like(live.layout.positions, dtype=torch.bool)
+        return True, self._choose(live.layout, data)
 
     def _choose(self, layout: ResponseLayout, data: TensorDict) -> torch.Tensor:
         """Bool ``[R]``: the tokens whose normaliser is taken, the same on any layout of ranks and batches."""

@@ -20,6 +20,7 @@ from verl_sis.core.statistics import PooledStatistics
 from verl_sis.errors import SisConfigError, SisStateError
 from verl_sis.integration.base_loss import check_uses_ratio, resolve_base_loss
 from verl_sis.integration.dump_rows import AnchorPass
+from verl_sis.integration.live_logits import Look, look_at_fsdp
 from verl_sis.integration.passes import STATISTICS, OldPass, UpdatePass
 from verl_sis.integration.store import TopKStore
 from verl_sis.verl_compat import is_old_pass
@@ -77,8 +78,9 @@ class SisTrainingWorker(TrainingWorker):
         base_loss = resolve_base_loss(config)
         check_uses_ratio(config.base_loss, base_loss, actor_config)
         self._store = TopKStore()
-        self._old_pass = OldPass(config, self._store)
-        self._update_pass = UpdatePass(config, self._store, base_loss, loss_fn)
+        look = self._look()
+        self._old_pass = OldPass(config, self._store, look)
+        self._update_pass = UpdatePass(config, self._store, base_loss, loss_fn, look)
         self._dump = self._open_dump(config)
         super().set_loss_fn(self._update_pass)
         if self.rank == 0:
@@ -174,6 +176,14 @@ class SisTrainingWorker(TrainingWorker):
             data: The samples.
         """
         return nullcontext()
+
+    def _look(self) -> Look:
+        """How the logits of this worker's engine are read."""
+        if not verl_compat.is_megatron_engine(self.engine):
+            return look_at_fsdp
+        from verl_sis.integration.megatron import MegatronLook
+
+        return MegatronLook(self.engine)
 
     def _open_dump(self, config: SisConfig) -> "TokenDump | None":
         if not config.dump.every:

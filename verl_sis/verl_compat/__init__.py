@@ -54,11 +54,21 @@ from verl_sis.verl_compat.engine import (
     true_on_all_ranks,
 )
 from verl_sis.verl_compat.fused import look_inside_forward, packed_rows
+from verl_sis.verl_compat.megatron import (
+    MEGATRON_CONTRACT,
+    check_megatron_engine,
+    context_parallel_layout,
+    is_megatron_engine,
+    megatron_rows,
+    sum_over_context_parallel,
+    tensor_parallel,
+)
 from verl_sis.verl_compat.scoring import build_scoring_worker, score_with
 
 __all__ = [
     "CONTRACT",
     "LOGITS_HOOK_FLAG",
+    "MEGATRON_CONTRACT",
     "NO_TOKEN",
     "PLUGIN_NAME",
     "SAMPLE_KEY",
@@ -70,10 +80,12 @@ __all__ = [
     "build_scoring_worker",
     "check_contract",
     "check_engine",
+    "check_megatron_engine",
     "check_model_rows",
     "check_plugin_policy",
     "check_registered_loss",
     "check_version",
+    "context_parallel_layout",
     "contract_problems",
     "current_device",
     "forward_as_in_update",
@@ -82,9 +94,11 @@ __all__ = [
     "gather_packed_integers",
     "installed_verl",
     "is_fsdp_engine",
+    "is_megatron_engine",
     "is_old_pass",
     "log_probs_keep_float32",
     "look_inside_forward",
+    "megatron_rows",
     "merge_exchanged",
     "model_of",
     "model_rows",
@@ -98,7 +112,9 @@ __all__ = [
     "score_with",
     "sequence_parallel_rank",
     "sequence_parallel_size",
+    "sum_over_context_parallel",
     "sum_over_sequence_parallel",
+    "tensor_parallel",
     "text_config",
     "true_on_all_ranks",
     "vocab_size",

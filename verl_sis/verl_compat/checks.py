@@ -10,6 +10,8 @@ from packaging.specifiers import SpecifierSet
 
 from verl_sis.errors import SisConfigError, VerlContractError
 from verl_sis.verl_compat import contract, fused_contract
+from verl_sis.verl_compat.contract import Touchpoint
+from verl_sis.verl_compat.megatron import MEGATRON_CONTRACT, check_megatron_engine, is_megatron_engine
 
 CONTRACT = contract.CONTRACT + fused_contract.CONTRACT
 SUPPORTED_VERL = SpecifierSet(">=0.9.1,<0.10")
@@ -35,18 +37,21 @@ def check_version() -> None:
         )
 
 
-def contract_problems() -> list[str]:
-    """All differences between ``CONTRACT`` and the installed verl, in words."""
-    return [problem for touchpoint in CONTRACT for problem in touchpoint.problems()]
+def contract_problems(contract: tuple[Touchpoint, ...] | None = None) -> list[str]:
+    """All differences between a contract, ``CONTRACT`` if None, and the installed verl, in words."""
+    return [problem for touchpoint in contract or CONTRACT for problem in touchpoint.problems()]
 
 
-def check_contract() -> None:
+def check_contract(contract: tuple[Touchpoint, ...] | None = None) -> None:
     """Check everything that verl_sis builds on. Imports verl's workers.
+
+    Args:
+        contract: What to check instead of ``CONTRACT``.
 
     Raises:
         VerlContractError: With every difference found.
     """
-    problems = contract_problems()
+    problems = contract_problems(contract)
     if problems:
         raise VerlContractError(
             f"verl {installed_verl()} is not what verl_sis was built for:\n  " + "\n  ".join(problems) + "\n"
@@ -99,15 +104,20 @@ def is_fsdp_engine(engine: Any) -> bool:
 
 
 def check_engine(engine: Any) -> None:
-    """Check that an engine calls the logits hook as ``CONTRACT`` says.
+    """Check that an engine calls the logits hook as ``CONTRACT`` says, or ``MEGATRON_CONTRACT``.
 
     Raises:
-        SisConfigError: If it is not one of verl's FSDP engines for language models.
+        SisConfigError: If it is neither one of verl's FSDP engines for language models nor its Megatron engine, or if
+            it is configured in a way that SIS does not support.
+        VerlContractError: If verl's Megatron engine is not what verl_sis was built for.
     """
-    if not is_fsdp_engine(engine):
+    if is_megatron_engine(engine):
+        check_contract(MEGATRON_CONTRACT)
+        check_megatron_engine(engine)
+    elif not is_fsdp_engine(engine):
         raise SisConfigError(
-            f"SIS supports verl's FSDP engines, found {type(engine).__module__}.{type(engine).__qualname__}. Type "
-            "actor_rollout_ref.actor.strategy=fsdp2"
+            f"SIS supports verl's FSDP and Megatron engines, found {type(engine).__module__}."
+            f"{type(engine).__qualname__}. Type actor_rollout_ref.actor.strategy=fsdp2"
         )
 
 

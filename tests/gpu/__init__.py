@@ -1,0 +1,1 @@
+"""What needs a GPU: run by scripts/gpu_check.sh, never run so far."""

@@ -1,0 +1,54 @@
+"""Two steps of one rollout in several layouts of Megatron's ranks; jobs for ``tests.worker.ranks.TwoRanks``."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.megatron import harness as megatron
+from tests.megatron.harness import Parallel
+from tests.worker import harness, recorder
+
+TEMPERATURE = 0.8
+
+
+def two_steps_of_each(
+    rank: int, model: Path, layouts: dict[str, Parallel], rollout: harness.Rollout
+) -> dict[str, dict[str, Any]]:
+    """Two steps of each layout on a rank."""
+    return {name: two_steps(model, layout, rollout) for name, layout in layouts.items()}
+
+
+def two_steps(model: Path, parallel: Parallel, rollout: harness.Rollout) -> dict[str, Any]:
+    """Two steps (old pass, update of two epochs, the second off-policy) of this rank on its share of the rollout.
+
+    Returns:
+        Its decisions, the metrics of its updates (empty where verl returns none), and the first old log-probs.
+    """
+    from megatron.core import parallel_state
+
+    worker = megatron.build_worker(model, parallel)
+    replay = {"enable_routing_replay": parallel.replay != "disabled"}
+    count = len(rollout.responses) // parallel_state.get_data_parallel_world_size()
+    first = parallel_state.get_data_parallel_rank() * count
+    own = rollout.select(list(range(first, first + count)))
+    decisions = recorder.record(worker)
+    metrics, old_log_probs = [], None
+    for _ in range(2):
+        output = harness.old_pass(worker, own, temperature=TEMPERATURE, **replay)
+        old = old_of_group([] if output is None else list(output["log_probs"].unbind()), own)
+        old_log_probs = torch.cat(old.unbind()) if old_log_probs is None else old_log_probs
+        settings = {"mini_batch_size": len(rollout.responses), "epochs": 2, "temperature": TEMPERATURE, **replay}
+        metrics.append(harness.update(worker, own, old, columns={"rollout_log_probs": old}, **settings))
+    return {"decisions": decisions, "metrics": metrics, "old_log_probs": old_log_probs}
+
+
+def old_of_group(rows: list[torch.Tensor], own: harness.Rollout) -> torch.Tensor:
+    """Old log-probs of this rank's samples, from the rank of its model-parallel group that verl takes outputs from."""
+    from megatron.core import parallel_state
+
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    place = parallel_state.get_data_parallel_rank()
+    torch.distributed.all_gather_object(found, (place, [row.clone() for row in rows]))
+    rows = next(theirs for other, theirs in found if other == place and theirs)
+    return harness.response_log_probs({"log_probs": harness.nested(rows)}, own)
