@@ -32,23 +32,28 @@ def two_steps(model: Path, parallel: Parallel, rollout: harness.Rollout) -> dict
     count = len(rollout.responses) // parallel_state.get_data_parallel_world_size()
     first = parallel_state.get_data_parallel_rank() * count
     own = rollout.select(list(range(first, first + count)))
+    if parallel.replay != "R3":
+        own.routes = []
     decisions = recorder.record(worker)
     metrics, old_log_probs = [], None
     for _ in range(2):
         output = harness.old_pass(worker, own, temperature=TEMPERATURE, **replay)
-        old = old_of_group([] if output is None else list(output["log_probs"].unbind()), own)
+        old = harness.response_log_probs({"log_probs": of_group(output, "log_probs")}, own)
+        columns = {"rollout_log_probs": old}
+        if parallel.replay == "R2":
+            columns["routed_experts"] = of_group(output, "routed_experts")
         old_log_probs = torch.cat(old.unbind()) if old_log_probs is None else old_log_probs
         settings = {"mini_batch_size": len(rollout.responses), "epochs": 2, "temperature": TEMPERATURE, **replay}
-        metrics.append(harness.update(worker, own, old, columns={"rollout_log_probs": old}, **settings))
+        metrics.append(harness.update(worker, own, old, columns=columns, **settings))
     return {"decisions": decisions, "metrics": metrics, "old_log_probs": old_log_probs}
 
 
-def old_of_group(rows: list[torch.Tensor], own: harness.Rollout) -> torch.Tensor:
-    """Old log-probs of this rank's samples, from the rank of its model-parallel group that verl takes outputs from."""
+def of_group(output: Any, name: str) -> torch.Tensor:
+    """A nested output for this rank's samples, from the rank of its model-parallel group that verl takes it from."""
     from megatron.core import parallel_state
 
     found: list[Any] = [None] * torch.distributed.get_world_size()
     place = parallel_state.get_data_parallel_rank()
-    torch.distributed.all_gather_object(found, (place, [row.clone() for row in rows]))
-    rows = next(theirs for other, theirs in found if other == place and theirs)
-    return harness.response_log_probs({"log_probs": harness.nested(rows)}, own)
+    rows = [] if output is None else [row.clone() for row in output[name].unbind()]
+    torch.distributed.all_gather_object(found, (place, rows))
+    return harness.nested(next(theirs for other, theirs in found if other == place and theirs))

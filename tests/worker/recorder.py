@@ -8,14 +8,16 @@ import torch
 
 @dataclass
 class Decisions:
-    """Uniforms and acceptance probabilities by (update, sample key), cut to the response."""
+    """Uniforms, acceptance probabilities and residual masses by (update, sample key), cut to the response."""
 
     uniforms: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     acceptance: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    residual_mass: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def merge(self, other: "Decisions") -> None:
         self.uniforms.update(other.uniforms)
         self.acceptance.update(other.acceptance)
+        self.residual_mass.update(other.residual_mass)
 
 
 def record(worker: Any) -> Decisions:
@@ -30,6 +32,7 @@ def record(worker: Any) -> Decisions:
             at = (update_pass.update, key)
             decisions.uniforms[at] = micro_batch.uniforms[row, :length].clone()
             decisions.acceptance[at] = torch.exp(micro_batch.acceptance_log_prob[row, :length])
+            decisions.residual_mass[at] = micro_batch.residual_mass[row, :length].clone()
         return micro_batch
 
     update_pass._test = recording_test
