@@ -123,6 +123,9 @@ def engine_support() -> str:
         try:
             found[strategy] = EngineRegistry.get_engine_cls("language_model", strategy).__qualname__
         except (AssertionError, ValueError) as error:
+            if strategy == "megatron":  # an extra of verl, which only runs on that engine need
+                found[strategy] = f"none for device {device!r}; needs megatron-core and a GPU"
+                continue
             raise SisConfigError(f"verl has no {strategy} engine for device {device!r} ({error})") from error
     engines = ", ".join(f"{strategy}: {name}" for strategy, name in found.items())
     return f"device {device}; {engines}; other engines are refused"

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tests.megatron import cuda_on_cpu
 from tests.megatron import harness as megatron
 from tests.megatron.harness import Parallel
 from tests.worker import harness, recorder
@@ -57,3 +58,28 @@ def of_group(output: Any, name: str) -> torch.Tensor:
     rows = [] if output is None else [row.clone() for row in output[name].unbind()]
     torch.distributed.all_gather_object(found, (place, rows))
     return harness.nested(next(theirs for other, theirs in found if other == place and theirs))
+
+
+def log_probs_of_shards(rank: int, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Verl's own log-probs of logits whose columns two ranks share, and those by the normaliser of SIS.
+
+    Args:
+        rank: Of two.
+        logits: ``[n, V]``.
+        labels: ``[n]``.
+    """
+    from megatron.core import parallel_state
+    from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_from_logits
+
+    from verl_sis.core.vocab_parallel import VocabShard
+
+    cuda_on_cpu.install()
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    local = logits.chunk(2, dim=1)[rank].contiguous()
+    shard = VocabShard.split(logits.shape[1], local.shape[1], rank=rank, size=2, group=group)
+    ours = shard.gather_logits(local, labels) - shard.log_normalizer(local, chunk_tokens=8)
+    # Last, because it overwrites the logits.
+    return vocab_parallel_log_probs_from_logits(local[None], labels[None]).squeeze(0), ours
