@@ -2,146 +2,92 @@
 
     python -m verl_sis.cpu.word_problems --out DIR
 
-writes ``train.parquet`` and ``validation.parquet`` with verl's columns. No question is in both. A problem has one or
-two steps (its level), small whole numbers, and a whole number as its answer.
+writes ``train.parquet`` and ``validation.parquet`` with verl's columns. No question is in both. A problem is one
+operation on small whole numbers; three solved examples stand before it in the prompt, since a model of 135 million
+parameters does not end with an answer otherwise. verl loads the reward through
+``reward.custom_reward_function.path=pkg://verl_sis.cpu.word_problems``.
 """
 
+import itertools
 import os
 import random
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from verl_sis.errors import SisConfigError
 
-LEVELS = (1, 2)
+OPERATIONS = ("add", "subtract", "multiply", "divide")
 
-INSTRUCTION = "Think briefly and end with: The answer is"
-"""Follows each question. The model knows such endings; the reward reads the last number, however it is introduced."""
+MAX_PROBLEMS = 8000
+"""Of more, some operation would run out of new questions."""
 
-_NAMES = (
-    "Ana",
-    "Ben",
-    "Chloe",
-    "David",
-    "Elif",
-    "Femi",
-    "Grace",
-    "Hiro",
-    "Ines",
-    "Jonas",
-    "Kavya",
-    "Liam",
-    "Mei",
-    "Omar",
+EXAMPLES = (
+    ("Paula has 12 cups and gives 5 of them to Tom. How many cups are left?", "12 - 5 = 7. The answer is 7."),
+    ("Tom buys 3 boxes with 4 cups each. How many cups are that in all?", "3 * 4 = 12. The answer is 12."),
+    ("Paula has 6 cups and finds 9 more. How many cups are that in all?", "6 + 9 = 15. The answer is 15."),
 )
-_THINGS = (
-    "apples",
-    "books",
-    "candles",
-    "coins",
-    "eggs",
-    "flowers",
-    "letters",
-    "marbles",
-    "pencils",
-    "stamps",
-    "tickets",
-)
+"""Questions and answers before each problem. Their names and things are in no problem."""
+
+_NAMES = ("Ana", "Ben", "Chloe", "David", "Elif", "Femi", "Grace", "Hiro", "Ines", "Jonas", "Kavya", "Liam")
+_THINGS = ("apples", "books", "candles", "coins", "eggs", "flowers", "letters", "marbles", "pencils", "tickets")
+
+_ANSWER = re.compile(r"[Tt]he answer is (-?\d+)")
 
 
 @dataclass(frozen=True)
 class WordProblem:
     """One question and its answer."""
 
-    level: int
-    """Number of arithmetic steps, one of `LEVELS`."""
+    operation: str
+    """One of `OPERATIONS`."""
 
     question: str
-    """Text of the question, without the instruction."""
+    """Text of the question."""
 
     answer: int
     """The one right answer."""
 
 
-def _gives_away(rng: random.Random) -> WordProblem:
+def _draw_one(operation: str, rng: random.Random) -> WordProblem:
     name, other = rng.sample(_NAMES, 2)
-    thing, many, few = rng.choice(_THINGS), rng.randint(11, 30), rng.randint(2, 10)
-    return WordProblem(
-        1, f"{name} has {many} {thing} and gives {few} of them to {other}. How many {thing} are left?", many - few
-    )
-
-
-def _finds_more(rng: random.Random) -> WordProblem:
-    name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
-    many, more = rng.randint(5, 30), rng.randint(2, 20)
-    return WordProblem(
-        1, f"{name} has {many} {thing} and finds {more} more. How many {thing} does {name} have now?", many + more
-    )
-
-
-def _buys_boxes(rng: random.Random) -> WordProblem:
-    name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
-    boxes, each = rng.randint(2, 9), rng.randint(2, 9)
-    return WordProblem(
-        1, f"{name} buys {boxes} boxes with {each} {thing} each. How many {thing} are that in all?", boxes * each
-    )
-
-
-def _shares(rng: random.Random) -> WordProblem:
-    name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
-    friends, each = rng.randint(2, 9), rng.randint(2, 9)
-    question = f"{name} shares {friends * each} {thing} equally among {friends} friends. How many does each friend get?"
-    return WordProblem(1, question, each)
-
-
-def _buys_and_gives(rng: random.Random) -> WordProblem:
-    name, other = rng.sample(_NAMES, 2)
-    thing, boxes, each, few = rng.choice(_THINGS), rng.randint(3, 9), rng.randint(3, 9), rng.randint(2, 8)
-    question = (
-        f"{name} buys {boxes} boxes with {each} {thing} each and gives {few} {thing} to {other}. "
-        f"How many {thing} does {name} keep?"
-    )
-    return WordProblem(2, question, boxes * each - few)
-
-
-def _both_together(rng: random.Random) -> WordProblem:
-    name, other = rng.sample(_NAMES, 2)
-    thing, many, more = rng.choice(_THINGS), rng.randint(5, 20), rng.randint(2, 10)
-    question = (
-        f"{name} has {many} {thing}, and {other} has {more} more than {name}. How many {thing} do they have together?"
-    )
-    return WordProblem(2, question, 2 * many + more)
-
-
-_KINDS: tuple[Callable[[random.Random], WordProblem], ...] = (
-    _gives_away,
-    _finds_more,
-    _buys_boxes,
-    _shares,
-    _buys_and_gives,
-    _both_together,
-)
+    thing = rng.choice(_THINGS)
+    if operation == "add":
+        many, more = rng.randint(5, 30), rng.randint(2, 20)
+        question = f"{name} has {many} {thing} and finds {more} more. How many {thing} are that in all?"
+        return WordProblem(operation, question, many + more)
+    if operation == "subtract":
+        many, few = rng.randint(11, 30), rng.randint(2, 10)
+        question = f"{name} has {many} {thing} and gives {few} of them to {other}. How many {thing} are left?"
+        return WordProblem(operation, question, many - few)
+    count, each = rng.randint(2, 9), rng.randint(2, 9)
+    if operation == "multiply":
+        question = f"{name} buys {count} boxes with {each} {thing} each. How many {thing} are that in all?"
+        return WordProblem(operation, question, count * each)
+    question = f"{name} shares {count * each} {thing} among {count} friends. How many does each friend get?"
+    return WordProblem(operation, question, each)
 
 
 def draw(count: int, seed: int) -> list[WordProblem]:
-    """Draw different problems in random order, each kind equally likely.
+    """Draw different problems; operations take turns.
 
     Args:
         count: How many. Fewer problems of the same seed are the first ones of more.
         seed: Of the draw; equal seeds give equal problems on every machine.
 
     Raises:
-        SisConfigError: If ``count`` is negative or above 10,000, where some kinds would run out.
+        SisConfigError: If ``count`` is negative or above `MAX_PROBLEMS`.
     """
-    if not 0 <= count <= 10_000:
-        raise SisConfigError(f"expected 0 to 10000 problems, found {count}. Lower --train or --validation.")
+    if not 0 <= count <= MAX_PROBLEMS:
+        raise SisConfigError(f"expected 0 to {MAX_PROBLEMS} problems, found {count}. Lower --train or --validation.")
     rng = random.Random(seed)
     problems: dict[str, WordProblem] = {}
-    while len(problems) < count:
-        problem = rng.choice(_KINDS)(rng)
-        problems.setdefault(problem.question, problem)
+    for operation in itertools.islice(itertools.cycle(OPERATIONS), count):
+        problem = _draw_one(operation, rng)
+        while problem.question in problems:
+            problem = _draw_one(operation, rng)
+        problems[problem.question] = problem
     return list(problems.values())
 
 
@@ -152,16 +98,41 @@ def to_rows(problems: list[WordProblem], split: str) -> list[dict[str, Any]]:
         problems: One row each.
         split: "train" or "validation"; only for reports.
     """
+    examples = [
+        {"role": role, "content": text}
+        for example in EXAMPLES
+        for role, text in zip(("user", "assistant"), example, strict=True)
+    ]
     return [
         {
-            "data_source": f"word_problems_level{problem.level}",
-            "prompt": [{"role": "user", "content": f"{problem.question} {INSTRUCTION}"}],
+            "data_source": f"word_problems_{problem.operation}",
+            "prompt": [*examples, {"role": "user", "content": problem.question}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
-            "extra_info": {"split": split, "index": index, "level": problem.level},
+            "extra_info": {"split": split, "index": index},
         }
         for index, problem in enumerate(problems)
     ]
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+) -> dict[str, float]:
+    """Score one response by the last "The answer is N" in it; the signature is verl's.
+
+    Args:
+        data_source: Not used.
+        solution_str: The response as text, without special tokens.
+        ground_truth: The right answer, in decimal digits.
+        extra_info: Not used.
+
+    Returns:
+        ``score`` and ``acc``: 1.0 if N is the right answer, else 0.0; ``answer_missing``: 1.0 if nothing like it is
+        said.
+    """
+    answers = _ANSWER.findall(solution_str)
+    right = float(bool(answers) and int(answers[-1]) == int(ground_truth))
+    return {"score": right, "acc": right, "answer_missing": float(not answers)}
 
 
 def write(folder: Path, train: int, validation: int, seed: int) -> None:
@@ -170,7 +141,7 @@ def write(folder: Path, train: int, validation: int, seed: int) -> None:
     Args:
         folder: Directory; made if missing.
         train: Number of training problems.
-        validation: Number of held-out problems.
+        validation: Number of held-out problems; a multiple of four has equally many of each operation.
         seed: As in `draw`.
 
     Raises:
