@@ -4,12 +4,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$here/../../.venv/bin/python
-world=$here/../../runs/smollm2_world
-if [[ ! -d $world/model ]]; then
-    mkdir -p "$world"
-    "$python" -m verl_sis.cpu.word_problems --out "$world"
-    ln -sfn "$("$python" -m verl_sis.cpu.smollm2 --out "$world/models" | tail -n 1)" "$world/model"
-fi
+world=$("$python" -m verl_sis.cpu.smollm2_world --out "$here/../../runs/tiny_world" | tail -n 1)
 # Trainer and rollout engine take turns, so each may have both cores.
-export LAUNCH="$python -m verl_sis.cpu.launch" OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
-VERL_SIS_TINY_WORLD=$world exec bash "$here/../launch.sh" smollm2 "$world" "$@"
+export LAUNCH="$python -m verl_sis.cpu.launch" OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} VERL_SIS_TINY_WORLD=$world
+exec bash "$here/../launch.sh" smollm2 "$world" "$@"

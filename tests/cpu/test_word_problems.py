@@ -3,10 +3,13 @@
 import math
 import re
 
-import pandas
 import pytest
+import torch
 
-from verl_sis.cpu.word_problems import EXAMPLES, MAX_PROBLEMS, OPERATIONS, compute_score, draw, to_rows, write
+from verl_sis.cpu.smollm2_world import SmolLM2World, encode
+from verl_sis.cpu.tiny_model import build_tokenizer
+from verl_sis.cpu.warm_start import IGNORED_LABEL, pad
+from verl_sis.cpu.word_problems import MAX_PROBLEMS, OPERATIONS, SYSTEM_PROMPT, compute_score, draw, to_rows
 from verl_sis.errors import SisConfigError
 
 
@@ -32,9 +35,10 @@ def test_the_reward_is_the_last_answer(text, right, missing):
     assert score(text) == {"score": right, "acc": right, "answer_missing": missing}
 
 
-def test_the_examples_would_be_rewarded():
-    for _, answer in EXAMPLES:
-        assert score(answer, re.findall(r"= (\d+)", answer)[0])["score"] == 1.0
+def test_solutions_are_rewarded():
+    for problem in draw(40, seed=2):
+        assert score(problem.solution, str(problem.answer))["score"] == 1.0
+        assert score(problem.solution, str(problem.answer + 1))["score"] == 0.0
 
 
 def test_answers_are_right():
@@ -43,6 +47,7 @@ def test_answers_are_right():
     for problem in problems:
         numbers = [int(number) for number in re.findall(r"\d+", problem.question)]
         assert len(numbers) == 2
+        assert sorted(numbers) == sorted(problem.numbers)
         assert results[problem.operation](numbers) == problem.answer
     assert [problem.operation for problem in problems[:8]] == [*OPERATIONS, *OPERATIONS]
 
@@ -58,19 +63,35 @@ def test_problems_are_different_and_repeatable():
             draw(count, seed=0)
 
 
-def test_files_hold_different_questions(tmp_path):
-    write(tmp_path / "new", train=40, validation=8, seed=5)
-    train, validation = (pandas.read_parquet(tmp_path / "new" / f"{name}.parquet") for name in ("train", "validation"))
-    questions = [{prompt[-1]["content"] for prompt in rows["prompt"]} for rows in (train, validation)]
-    assert [len(part) for part in questions] == [40, 8]
-    assert not questions[0] & questions[1]
-    assert validation["data_source"].value_counts().to_dict() == {f"word_problems_{name}": 2 for name in OPERATIONS}
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["train.parquet", "validation.parquet"]
-
-
-def test_a_row_shows_three_solved_examples():
-    (problem,) = draw(1, seed=0)
+def test_a_row_is_what_verl_reads():
+    problem = draw(3, seed=0)[2]
     (row,) = to_rows([problem], "train")
-    assert [message["role"] for message in row["prompt"]] == ["user", "assistant"] * 3 + ["user"]
-    assert row["prompt"][-1]["content"] == problem.question
+    assert row["data_source"] == "word_problems_multiply"
+    assert [(message["role"], message["content"]) for message in row["prompt"]] == [
+        ("system", SYSTEM_PROMPT),
+        ("user", problem.question),
+    ]
     assert row["reward_model"] == {"style": "rule", "ground_truth": str(problem.answer)}
+    assert row["extra_info"] == {"split": "train", "index": 0}
+
+
+def test_the_supervised_start_learns_the_response_and_where_it_ends():
+    tokenizer = build_tokenizer()
+    problem = draw(1, seed=0)[0]
+    prompt, response = encode(tokenizer, problem)
+    assert tokenizer.decode(prompt) == f"<|system|>{SYSTEM_PROMPT}<|user|>{problem.question}<|assistant|>"
+    assert tokenizer.decode(response) == f"{problem.solution}<eos>"
+
+
+def test_padding_that_is_also_a_token():
+    batch = pad([([5, 9], [7, 9]), ([5], [9])], pad_token_id=9)
+    none = IGNORED_LABEL
+    assert torch.equal(batch["input_ids"], torch.tensor([[5, 9, 7, 9], [5, 9, 9, 9]]))
+    assert torch.equal(batch["labels"], torch.tensor([[none, none, 7, 9], [none, 9, none, none]]))
+    assert torch.equal(batch["attention_mask"], torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]))
+
+
+def test_each_setting_makes_another_world():
+    keys = {SmolLM2World().key, SmolLM2World(seed=1).key, SmolLM2World(train_problems=100).key}
+    assert len(keys) == 3
+    assert SmolLM2World().key == SmolLM2World().key

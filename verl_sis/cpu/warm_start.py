@@ -75,7 +75,7 @@ def train(
     def batch() -> dict[str, Any]:
         problems = [_draw_unseen(held_out, rng) for _ in range(settings.batch_size)]
         rows = [encode(tokenizer, problem, problem.solution(rng, settings.mistakes)) for problem in problems]
-        return _pad(rows, tokenizer.pad_token_id)
+        return pad(rows, tokenizer.pad_token_id)
 
     fit(model, batch, settings, report)
 
@@ -122,15 +122,25 @@ def _draw_unseen(held_out: Collection[Problem], rng: random.Random) -> Problem:
             return problem
 
 
-def _pad(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, Any]:
-    """Right-pad prompt + response; labels cover the response only. All tensors are int64 [rows, longest row]."""
+def pad(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, Any]:
+    """Right-pad prompts with responses into the keyword arguments of a causal language model.
+
+    Args:
+        rows: Token ids of the prompt, and of the response.
+        pad_token_id: Fills; it may also occur in the rows, where it is a token like others.
+
+    Returns:
+        ``input_ids``, ``labels`` (the response only) and ``attention_mask``, int64 [rows, longest row].
+    """
     import torch
 
     width = max(len(prompt) + len(response) for prompt, response in rows)
     input_ids = torch.full((len(rows), width), pad_token_id)
     labels = torch.full((len(rows), width), IGNORED_LABEL)
+    attention_mask = torch.zeros_like(input_ids)
     for row, (prompt, response) in enumerate(rows):
         end = len(prompt) + len(response)
         input_ids[row, :end] = torch.tensor(prompt + response)
         labels[row, len(prompt) : end] = torch.tensor(response)
-    return {"input_ids": input_ids, "labels": labels, "attention_mask": input_ids.ne(pad_token_id).long()}
+        attention_mask[row, :end] = 1
+    return {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}

@@ -1,20 +1,14 @@
 """Worded arithmetic with verified answers, for reinforcement learning of a small language model.
 
-    python -m verl_sis.cpu.word_problems --out DIR
-
-writes ``train.parquet`` and ``validation.parquet`` with verl's columns. No question is in both. A problem is one
-operation on small whole numbers; three solved examples stand before it in the prompt, since a model of 135 million
-parameters does not end with an answer otherwise. verl loads the reward through
+A problem is one operation on small whole numbers. verl loads the reward through
 ``reward.custom_reward_function.path=pkg://verl_sis.cpu.word_problems``.
 """
 
 import itertools
-import os
 import random
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from verl_sis.errors import SisConfigError
 
@@ -23,12 +17,10 @@ OPERATIONS = ("add", "subtract", "multiply", "divide")
 MAX_PROBLEMS = 8000
 """Of more, some operation would run out of new questions."""
 
-EXAMPLES = (
-    ("Paula has 12 cups and gives 5 of them to Tom. How many cups are left?", "12 - 5 = 7. The answer is 7."),
-    ("Tom buys 3 boxes with 4 cups each. How many cups are that in all?", "3 * 4 = 12. The answer is 12."),
-    ("Paula has 6 cups and finds 9 more. How many cups are that in all?", "6 + 9 = 15. The answer is 15."),
-)
-"""Questions and answers before each problem. Their names and things are in no problem."""
+SYSTEM_PROMPT = "Solve the problem."
+"""Shorter than the one that the model's chat template puts in otherwise."""
+
+_SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 
 _NAMES = ("Ana", "Ben", "Chloe", "David", "Elif", "Femi", "Grace", "Hiro", "Ines", "Jonas", "Kavya", "Liam")
 _THINGS = ("apples", "books", "candles", "coins", "eggs", "flowers", "letters", "marbles", "pencils", "tickets")
@@ -46,8 +38,22 @@ class WordProblem:
     question: str
     """Text of the question."""
 
+    numbers: tuple[int, int]
+    """What the operation is on."""
+
     answer: int
     """The one right answer."""
+
+    @property
+    def chat(self) -> list[dict[str, str]]:
+        """The prompt's messages."""
+        return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": self.question}]
+
+    @property
+    def solution(self) -> str:
+        """A response that is rewarded."""
+        first, second = self.numbers
+        return f"{first} {_SIGNS[self.operation]} {second} = {self.answer}. The answer is {self.answer}."
 
 
 def _draw_one(operation: str, rng: random.Random) -> WordProblem:
@@ -56,17 +62,17 @@ def _draw_one(operation: str, rng: random.Random) -> WordProblem:
     if operation == "add":
         many, more = rng.randint(5, 30), rng.randint(2, 20)
         question = f"{name} has {many} {thing} and finds {more} more. How many {thing} are that in all?"
-        return WordProblem(operation, question, many + more)
+        return WordProblem(operation, question, (many, more), many + more)
     if operation == "subtract":
         many, few = rng.randint(11, 30), rng.randint(2, 10)
         question = f"{name} has {many} {thing} and gives {few} of them to {other}. How many {thing} are left?"
-        return WordProblem(operation, question, many - few)
+        return WordProblem(operation, question, (many, few), many - few)
     count, each = rng.randint(2, 9), rng.randint(2, 9)
     if operation == "multiply":
         question = f"{name} buys {count} boxes with {each} {thing} each. How many {thing} are that in all?"
-        return WordProblem(operation, question, count * each)
+        return WordProblem(operation, question, (count, each), count * each)
     question = f"{name} shares {count * each} {thing} among {count} friends. How many does each friend get?"
-    return WordProblem(operation, question, each)
+    return WordProblem(operation, question, (count * each, count), each)
 
 
 def draw(count: int, seed: int) -> list[WordProblem]:
@@ -80,7 +86,7 @@ def draw(count: int, seed: int) -> list[WordProblem]:
         SisConfigError: If ``count`` is negative or above `MAX_PROBLEMS`.
     """
     if not 0 <= count <= MAX_PROBLEMS:
-        raise SisConfigError(f"expected 0 to {MAX_PROBLEMS} problems, found {count}. Lower --train or --validation.")
+        raise SisConfigError(f"expected 0 to {MAX_PROBLEMS} problems, found {count}. Ask for fewer.")
     rng = random.Random(seed)
     problems: dict[str, WordProblem] = {}
     for operation in itertools.islice(itertools.cycle(OPERATIONS), count):
@@ -98,15 +104,10 @@ def to_rows(problems: list[WordProblem], split: str) -> list[dict[str, Any]]:
         problems: One row each.
         split: "train" or "validation"; only for reports.
     """
-    examples = [
-        {"role": role, "content": text}
-        for example in EXAMPLES
-        for role, text in zip(("user", "assistant"), example, strict=True)
-    ]
     return [
         {
             "data_source": f"word_problems_{problem.operation}",
-            "prompt": [*examples, {"role": "user", "content": problem.question}],
+            "prompt": problem.chat,
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
             "extra_info": {"split": split, "index": index},
@@ -133,52 +134,3 @@ def compute_score(
     answers = _ANSWER.findall(solution_str)
     right = float(bool(answers) and int(answers[-1]) == int(ground_truth))
     return {"score": right, "acc": right, "answer_missing": float(not answers)}
-
-
-def write(folder: Path, train: int, validation: int, seed: int) -> None:
-    """Write both files, each complete or not at all.
-
-    Args:
-        folder: Directory; made if missing.
-        train: Number of training problems.
-        validation: Number of held-out problems; a multiple of four has equally many of each operation.
-        seed: As in `draw`.
-
-    Raises:
-        SisConfigError: As `draw`.
-    """
-    import pandas
-
-    problems = draw(validation + train, seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, part in (("validation", problems[:validation]), ("train", problems[validation:])):
-        scratch = folder / f".{name}.{os.getpid()}"
-        try:
-            pandas.DataFrame(to_rows(part, name)).to_parquet(scratch)
-            os.replace(scratch, folder / f"{name}.parquet")
-        finally:
-            scratch.unlink(missing_ok=True)
-
-
-def main() -> None:
-    """Command line; see the module's docstring."""
-    import typer
-
-    def command(
-        out: Annotated[Path, typer.Option(help="Directory for the two files.")],
-        train: Annotated[int, typer.Option(help="Training problems.")] = 2000,
-        validation: Annotated[int, typer.Option(help="Held-out problems.")] = 128,
-        seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    ) -> None:
-        """Write worded arithmetic with verified answers for verl."""
-        try:
-            write(out, train, validation, seed)
-        except SisConfigError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(1) from error
-
-    typer.run(command)
-
-
-if __name__ == "__main__":
-    main()
