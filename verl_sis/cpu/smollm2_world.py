@@ -29,7 +29,7 @@ class SmolLM2World:
     """Everything that determines the files; equal settings give equal files on the same machine and torch."""
 
     warm_start: WarmStart = field(
-        default_factory=lambda: WarmStart(steps=60, batch_size=16, mistakes=0.0, learning_rate=5e-5, warmup_steps=5)
+        default_factory=lambda: WarmStart(steps=40, batch_size=8, mistakes=0.0, learning_rate=5e-5, warmup_steps=5)
     )
     """The supervised loop, in bfloat16 with float32 weights."""
 
