@@ -22,9 +22,8 @@ bin=.venv/bin
 "$bin/ruff" format --check .
 "$bin/pyright" verl_sis
 
-# Two processes: most of the time goes into fresh processes that import verl. Those are forked from a server, which
-# --dist loadgroup lets one of the two have alone.
-"$bin/python" -m pytest -m "not e2e" -n 2 --dist loadgroup "$@"
+# Two processes: most of the time goes into fresh processes that import verl. tests/conftest.py says what goes where.
+"$bin/python" -m pytest -m "not e2e" -n 2 "$@"
 if [[ -n $whole ]]; then
     if ! command -v chromium >/dev/null; then
         if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
@@ -35,5 +34,5 @@ if [[ -n $whole ]]; then
         apt-get install -y -qq chromium >/dev/null
     fi
     # Two at a time: a run takes about one core, and much of it is starting up.
-    "$bin/python" -m pytest -m "$whole" -n 2 --dist loadgroup "$@"
+    "$bin/python" -m pytest -m "$whole" -n 2 "$@"
 fi
