@@ -8,7 +8,7 @@ import torch
 
 from verl_sis.cpu.smollm2_world import SmolLM2World, encode
 from verl_sis.cpu.tiny_model import build_tokenizer
-from verl_sis.cpu.warm_start import IGNORED_LABEL, pad
+from verl_sis.cpu.warm_start import IGNORED_LABEL, pad, response_only
 from verl_sis.cpu.word_problems import MAX_PROBLEMS, OPERATIONS, SYSTEM_PROMPT, compute_score, draw, to_rows
 from verl_sis.errors import SisConfigError
 
@@ -84,7 +84,7 @@ def test_the_supervised_start_learns_the_response_and_where_it_ends():
 
 
 def test_padding_that_is_also_a_token():
-    batch = pad([([5, 9], [7, 9]), ([5], [9])], pad_token_id=9)
+    batch = pad([response_only([5, 9], [7, 9]), response_only([5], [9])], pad_token_id=9)
     none = IGNORED_LABEL
     assert torch.equal(batch["input_ids"], torch.tensor([[5, 9, 7, 9], [5, 9, 9, 9]]))
     assert torch.equal(batch["labels"], torch.tensor([[none, none, 7, 9], [none, 9, none, none]]))

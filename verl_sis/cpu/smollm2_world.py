@@ -1,4 +1,4 @@
-"""SmolLM2 with worded arithmetic: a real language model that a reinforcement-learning run can improve within an hour.
+"""SmolLM2 with worded arithmetic: a real, if small, language model for a reinforcement-learning run on a CPU.
 
     python -m verl_sis.cpu.smollm2_world --out DIR
 
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from verl_sis.cpu.smollm2 import load_dense
 from verl_sis.cpu.tiny_world import build_once
-from verl_sis.cpu.warm_start import WarmStart, fit, pad
+from verl_sis.cpu.warm_start import WarmStart, fit, pad, response_only
 from verl_sis.cpu.word_problems import WordProblem, draw, to_rows
 
 FORMAT = 1
@@ -80,7 +80,7 @@ def _write(directory: Path, world: SmolLM2World, quiet: bool) -> None:
 
     def batch() -> dict[str, Any]:
         chosen = rng.sample(training, world.warm_start.batch_size)
-        return pad([encode(tokenizer, problem) for problem in chosen], tokenizer.pad_token_id)
+        return pad([response_only(*encode(tokenizer, problem)) for problem in chosen], tokenizer.pad_token_id)
 
     def report(step: int, loss: float) -> None:
         if not quiet and step % 10 == 0:
