@@ -21,6 +21,6 @@ fi
 exec ${LAUNCH:-python -m verl.trainer.main_ppo} --config-dir "$recipes" "+$recipe@_global_=$variant" \
     "hydra.run.dir=$run" \
     "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH=$run/metrics.jsonl" \
-    "data.folder=$(realpath -m "$data")" "data.seed=$seed" ${MODEL:+"actor_rollout_ref.model.path=$MODEL"} \
+    "data.folder=$(realpath -ms "$data")" "data.seed=$seed" ${MODEL:+"actor_rollout_ref.model.path=$MODEL"} \
     "trainer.project_name=$recipe" "trainer.experiment_name=$variant" \
     "trainer.default_local_dir=$run/checkpoints" "trainer.validation_data_dir=$run/validation" "${@:4}"

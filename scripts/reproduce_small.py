@@ -85,10 +85,10 @@ def matrix(full: bool) -> list[Cell]:
     blocks: list[tuple[str, int, int | None]] = [(variant, STALEST, None) for variant in (*CONTROLS, *pairs)]
     blocks += [("grpo_sis", STALEST, top_k) for top_k in (1, VOCABULARY)]
     blocks += [(variant, STALEST, None) for variant in ("moe_grpo", "moe_grpo_r3")]
-    blocks += [(variant, 4, None) for variant in (*CONTROLS, "grpo", "grpo_sis")]
-    blocks += [("no_clip_sis", STALEST, None)]
+    blocks += [(variant, 4, None) for variant in pairs[:2]]
     if full:
-        blocks += [(variant, 4, None) for variant in pairs[2:]]
+        blocks += [("no_clip_sis", STALEST, None)]
+        blocks += [(variant, 4, None) for variant in (*CONTROLS, *pairs[2:])]
         blocks += [(variant, n, None) for n in (8, 1) for variant in (*CONTROLS, *pairs)]
         blocks += [(variant, STALEST, None) for variant in ("moe_grpo_sis", "moe_grpo_sis_r3")]
     return [Cell(variant, n, seed, top_k) for variant, n, top_k in blocks for seed in SEEDS]

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Set up, check style and types, and run the tests.
 #
-#   bash scripts/test.sh [--e2e] [PYTEST ARGUMENT ...]
+#   bash scripts/test.sh [--e2e|--long] [PYTEST ARGUMENT ...]
 #
-# The fast suite takes minutes. --e2e adds whole training runs of a tiny model with verl, vLLM and Ray.
+# The fast suite takes minutes. --e2e adds whole training runs of tiny models with verl, vLLM and Ray; --long also the
+# rest of the recipes' tiny twins.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-e2e=false
-if [[ ${1:-} == --e2e ]]; then
-    e2e=true
-    shift
-fi
+whole=
+case ${1:-} in
+    --e2e) whole="e2e and not long" ;;
+    --long) whole="e2e" ;;
+esac
+[[ -z $whole ]] || shift
 
 bash scripts/setup.sh
 bin=.venv/bin
@@ -20,10 +22,9 @@ bin=.venv/bin
 "$bin/ruff" format --check .
 "$bin/pyright" verl_sis
 
-# Two processes: most of the time goes into fresh processes that import verl. Those are forked from a server, which
-# --dist loadgroup lets one of the two have alone.
-"$bin/python" -m pytest -m "not e2e" -n 2 --dist loadgroup "$@"
-if $e2e; then
+# Two processes: most of the time goes into fresh processes that import verl. tests/conftest.py says what goes where.
+"$bin/python" -m pytest -m "not e2e" -n 2 "$@"
+if [[ -n $whole ]]; then
     if ! command -v chromium >/dev/null; then
         if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
             echo "test: expected Chromium, in which reports are opened, found none. Type: sudo apt-get install chromium" >&2
@@ -32,5 +33,6 @@ if $e2e; then
         apt-get update -qq
         apt-get install -y -qq chromium >/dev/null
     fi
-    "$bin/python" -m pytest -m e2e "$@"
+    # Two at a time: a run takes about one core, and much of it is starting up.
+    "$bin/python" -m pytest -m "$whole" -n 2 "$@"
 fi

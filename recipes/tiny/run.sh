@@ -4,7 +4,11 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$here/../../.venv/bin/python
-[[ ${1:-} == moe_* ]] && options=--routing
-world=$("$python" -m verl_sis.cpu.tiny_world --out "$here/../../runs/tiny_world" ${options:-} | tail -n 1)
-# The launcher ends all processes of a run with it. data.folder comes from here; what is left of it is the critic's.
-LAUNCH="$python -m verl_sis.cpu.launch" VERL_SIS_TINY_WORLD=$world exec bash "$here/../launch.sh" tiny "$world" "$@"
+worlds=$here/../../runs/tiny_world name=tiny options=
+[[ ${1:-} != moe_* ]] || name=tiny_moe options=--routing
+world=$("$python" -m verl_sis.cpu.tiny_world --out "$worlds" $options | tail -n 1)
+# A name for tables; the world's own is a hash of its settings.
+[[ $(readlink "$worlds/$name") == "$world" ]] || ln -sfn "$world" "$worlds/$name"
+# The launcher ends all processes of a run with it. The variable is for what the recipe leaves of the CPU preset.
+export LAUNCH="$python -m verl_sis.cpu.launch" VERL_SIS_TINY_WORLD=$world
+exec bash "$here/../launch.sh" tiny "$worlds/$name" "$@"

@@ -11,6 +11,7 @@ from textwrap import dedent
 import psutil
 import pytest
 
+from verl_sis.cpu import launch
 from verl_sis.cpu.environment import SETTINGS, cpu_environment
 from verl_sis.cpu.launch import run_command
 
@@ -37,7 +38,8 @@ def test_exit_code_and_output(tmp_path):
     assert log.read_text() == "hello\n"
 
 
-def test_orphaned_daemon_is_ended_by_its_id(tmp_path):
+def test_orphaned_daemon_is_ended_by_its_id(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "_NOTICE_SECONDS", 1.0)
     result = run_command(python(DAEMON, tmp_path / "pid"))
     assert result.returncode == 0
     assert len(result.leftovers) == 1 and "time.sleep(600)" in result.leftovers[0]
@@ -115,8 +117,9 @@ def test_each_run_has_a_ray_directory_of_its_own_which_goes_with_it(tmp_path):
     assert len(seen) == 2
 
 
-def test_memory_is_sampled():
-    result = run_command(python("import time; block = bytearray(200 * 2**20); time.sleep(7)"))
+def test_memory_is_sampled(monkeypatch):
+    monkeypatch.setattr(launch, "_MEMORY_SAMPLE_SECONDS", 0.5)
+    result = run_command(python("import time; block = bytearray(200 * 2**20); time.sleep(3)"))
     assert result.peak_bytes > 200 * 2**20
 
 

@@ -38,6 +38,8 @@ ASSUMED = {
     "P4": "self.socket = self.zmq_context.socket(zmq.REQ)",
     "P5": "poll_interval: float = 2.0",
     "P6": 'attn_implementation="flash_attention_2"',
+    "P7": "self.zmq_handle = zmq_handle",
+    "P8": "self.zmq_handle = zmq_handle",
     "V1": "layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)",
     "V2": """            if self.unquantized_backend == UnquantizedMoeBackend.CPU:""",
     "V3": ") -> tuple[torch.Tensor, torch.Tensor]:\n        return select_experts(",
@@ -58,6 +60,14 @@ def test_upstream_still_pins_memory_of_the_reference_model():
     import verl.workers.engine.fsdp.transformer_impl as module
 
     assert "CPUOffloadPolicy(pin_memory=True)" in inspect.getsource(module)
+
+
+def test_upstream_still_names_the_weight_socket_by_the_job_id_alone():
+    from verl.workers.rollout.vllm_rollout import utils, vllm_rollout
+
+    name = "ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{%s}-rank-{%s}.sock"
+    assert name % ("replica_rank", "trainer_rank") in inspect.getsource(utils)
+    assert name % ("self.replica_rank", "local_rank") in inspect.getsource(vllm_rollout)
 
 
 def test_upstream_still_packs_experts_on_the_first_load_only():

@@ -1,6 +1,7 @@
 """Each of verl's patches: without it the documented failure, with it none."""
 
 import subprocess
+import tempfile
 import time
 
 import pytest
@@ -82,6 +83,45 @@ def test_p4_sender_gives_up_and_says_why():
     assert done.returncode != 0
     assert "SisStateError: expected the rollout engine to acknowledge" in done.stderr
     assert "VERL_SIS_WEIGHT_SYNC_TIMEOUT_S=600" in done.stderr
+
+
+SEND_NUMBER = """
+    import asyncio, os
+    import torch
+    import verl
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+    sender = BucketedWeightSender(os.environ["HANDLE"], bucket_size_mb=1, use_shm=True)
+    sender._init_socket = lambda bind=sender._init_socket: (bind(), print("bound", flush=True))
+    weights = [("w", torch.tensor([float(os.environ["NUMBER"])]))]
+    asyncio.run(sender.async_send_weights(weights))
+"""
+RECEIVE_NUMBER = """
+    import os
+    import torch
+    import verl
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+    receiver = BucketedWeightReceiver(os.environ["HANDLE"], torch.device("cpu"), use_shm=True)
+    receiver.receive_weights(lambda weights, is_last: print([(name, w.item()) for name, w in weights], flush=True))
+"""
+
+
+def received_by_the_first(folder, **variables):
+    """What the engine of one run receives when another run, in a Ray cluster of its own, sends after the first."""
+    handle = f"ipc://{folder}/rl-colocate-zmq-01000000-replica-0-rank-0.sock"
+    first = {"HANDLE": handle, "RAY_RAYLET_PID": "101", "VERL_SIS_WEIGHT_SYNC_TIMEOUT_S": "20", **variables}
+    with started(SEND_NUMBER, NUMBER="1", **first) as sender:
+        sender.wait_for("bound")
+        with started(SEND_NUMBER, NUMBER="2", **{**first, "RAY_RAYLET_PID": "102"}) as other:
+            other.wait_for("bound")
+            return output_of(RECEIVE_NUMBER, **first).splitlines()[-1]
+
+
+@pytest.mark.e2e
+def test_p7_and_p8_weights_reach_the_engine_of_their_own_run():
+    # Pytest's own folder makes too long a path for a socket.
+    with tempfile.TemporaryDirectory() as folder:
+        assert received_by_the_first(folder) == "[('w', 1.0)]"
+        assert received_by_the_first(folder, VERL_SIS_CPU_DISABLE="P7,P8") == "[('w', 2.0)]"
 
 
 def test_p5_polling_interval():

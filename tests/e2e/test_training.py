@@ -123,6 +123,11 @@ def test_bfloat16_has_a_mismatch_that_replay_lowers_and_kappa_still_holds(train,
     assert_dump_agrees(steps, tmp_path)
 
 
+def responses_of(step):
+    """Responses that the step's D is the mean over."""
+    return step["actor/sis/log_ratio_abs"] * step["actor/sis/tokens"] / step["actor/sis/D"]
+
+
 def assert_dump_agrees(steps, folder):
     """The tables of the first and third rollout give the numbers that verl logged, and one report holds both."""
     dump = folder / "checkpoints" / "sis_dump"
@@ -135,7 +140,10 @@ def assert_dump_agrees(steps, folder):
         assert rows["accepted"].mean() == pytest.approx(step["actor/sis/accept_rate"], rel=1e-12)
         assert sorted(set(rows["age"].tolist())) == list(range(N))
         assert found.comparison("verl", "k3").value == pytest.approx(step["actor/mismatch/k3"], rel=1e-5)
-        assert found.divergence("update", under_sis=False).value == pytest.approx(step["actor/sis/D"], rel=0.05)
+        # In bfloat16 verl rounds its log-probs, the table does not: a token differs by what the old pass does at equal
+        # weights.
+        rounding = found.comparison("mode", "abs").value * step["actor/sis/tokens"] / responses_of(step)
+        assert abs(found.divergence("update", under_sis=False).value - step["actor/sis/D"]) < rounding
         # Acceptance is a draw of these probabilities: within five standard errors.
         expected = found.pair("update", "accepted").value
         assert abs(expected - step["actor/sis/accept_rate"]) < 5 * math.sqrt(

@@ -54,6 +54,7 @@ def test_settings_of_a_run(tmp_path, recipe):
         f"trainer.project_name={recipe}",
         f"trainer.experiment_name={variant}",
         f"trainer.default_local_dir={run}/checkpoints",
+        f"trainer.validation_data_dir={run}/validation",
     }
     chosen = {"RUN": "elsewhere", "SEED": "7", "VERL_SIS_DATA": "/my data", "MODEL": "/models/a b"}
     there = started(tmp_path, recipe, variant, "trainer.nnodes=2", **chosen).stdout.splitlines()

@@ -46,6 +46,15 @@ def test_a_fault_reaches_its_batch_and_no_other():
         raise found[1]
 
 
+def test_a_missing_answer_is_a_fault_and_nobody_waits_for_ever():
+    async def run():
+        batcher = Batcher(lambda items: items[:-1], limit=8)
+        await asyncio.wait_for(batcher.submit([1, 2]), 5)
+
+    with pytest.raises(ValueError, match="zip"):
+        asyncio.run(run())
+
+
 def test_an_asker_who_leaves_disturbs_nobody():
     started, go_on = threading.Event(), threading.Event()
 

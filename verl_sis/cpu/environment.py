@@ -16,7 +16,7 @@ SETTINGS = {
     # Trainer and rollout engine share few cores; pinned threads would sit on the same ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    # vLLM's engine runs inside verl's server actor: one process less.
+    # vLLM's offline engine, which studies use, runs in the process that asks. verl's server starts one all the same.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # No usage reports.
     "VLLM_NO_USAGE_STATS": "1",

@@ -137,6 +137,29 @@ def _attend_as_configured(load: Any) -> Any:
     return load_valuehead_model
 
 
+def _keep_apart(initialize: Any) -> Any:
+    """P7 and P8: a socket of this Ray cluster's own, told apart by the pid of its raylet on this host.
+
+    Ray sets the variable in each of its workers, and the engine's process inherits it from one.
+    """
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, zmq_handle: str, *args: Any, **kwargs: Any) -> None:
+        path, dot, suffix = zmq_handle.rpartition(".sock")
+        raylet = os.environ.get("RAY_RAYLET_PID")
+        own = f"{path}-raylet-{raylet}{dot}{suffix}" if raylet and dot else zmq_handle
+        initialize(self, own, *args, **kwargs)
+
+    return __init__
+
+
+_SHARED_PATH = (
+    "the socket is named by Ray's job id, which is 01000000 in every cluster that a run starts for itself: of two runs "
+    "on one host, one gets the other's weights, or waits for ever"
+)
+_SHARED_PATH_UPSTREAM = "https://github.com/verl-project/verl/pull/6246"
+_SHARED_PATH_UNTIL = "verl names the socket by something that differs between two clusters on a host"
+
 VERL_PATCHES = (
     Patch(
         id="P1",
@@ -186,6 +209,22 @@ VERL_PATCHES = (
         upstream="verl 0.9.1, verl/utils/model.py:647",
         remove_when="verl builds critics with the attention of their model configuration, as it does actors",
         install=replace_on_import(_attend_as_configured),
+    ),
+    Patch(
+        id="P7",
+        target="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender.__init__",
+        why=_SHARED_PATH,
+        upstream=_SHARED_PATH_UPSTREAM,
+        remove_when=_SHARED_PATH_UNTIL,
+        install=replace_on_import(_keep_apart),
+    ),
+    Patch(
+        id="P8",
+        target="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver.__init__",
+        why=_SHARED_PATH,
+        upstream=_SHARED_PATH_UPSTREAM,
+        remove_when=_SHARED_PATH_UNTIL,
+        install=replace_on_import(_keep_apart),
     ),
 )
 

@@ -20,7 +20,7 @@ from verl_sis.cpu import search_tokens
 from verl_sis.cpu.facts import RELATIONS, Fact, draw
 from verl_sis.cpu.tiny_model import ModelShape, build_model
 from verl_sis.cpu.tiny_world import build_once
-from verl_sis.cpu.warm_start import IGNORED_LABEL, WarmStart, fit
+from verl_sis.cpu.warm_start import WarmStart, fit, pad
 from verl_sis.errors import SisConfigError
 
 FORMAT = 1
@@ -133,7 +133,7 @@ def _write(directory: Path, world: SearchWorld, quiet: bool) -> None:
         for fact in rng.choices(training, k=world.warm_start.batch_size):
             documents = observations[fact]
             rows.append(search_tokens.transcript(tokenizer, fact, documents, _answer(fact, documents, world, rng)))
-        return _pad(rows, tokenizer.pad_token_id)
+        return pad(rows, tokenizer.pad_token_id)
 
     def report(step: int, loss: float) -> None:
         if not quiet and step % 50 == 0:
@@ -172,21 +172,6 @@ def _answer(fact: Fact, documents: list[dict[str, str]], world: SearchWorld, rng
         return fact.value
     others = [document["text"] for document in documents if document["text"] != fact.sentence]
     return rng.choice(others).rstrip(".").rpartition(" ")[2]
-
-
-def _pad(rows: list[tuple[list[int], list[bool]]], pad_token_id: int) -> dict[str, Any]:
-    """Right-pad; labels cover what the policy writes. All tensors are int64 [rows, longest row]."""
-    import torch
-
-    shape = len(rows), max(len(tokens) for tokens, _ in rows)
-    input_ids, labels = torch.full(shape, pad_token_id), torch.full(shape, IGNORED_LABEL)
-    mask = torch.zeros(shape, dtype=torch.int64)
-    for row, (tokens, written) in enumerate(rows):
-        values = torch.tensor(tokens)
-        input_ids[row, : len(tokens)] = values
-        labels[row, : len(tokens)] = torch.where(torch.tensor(written), values, IGNORED_LABEL)
-        mask[row, : len(tokens)] = 1
-    return {"input_ids": input_ids, "labels": labels, "attention_mask": mask}
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def train(
     def batch() -> dict[str, Any]:
         problems = [_draw_unseen(held_out, rng) for _ in range(settings.batch_size)]
         rows = [encode(tokenizer, problem, problem.solution(rng, settings.mistakes)) for problem in problems]
-        return _pad(rows, tokenizer.pad_token_id)
+        return pad([response_only(*row) for row in rows], tokenizer.pad_token_id)
 
     fit(model, batch, settings, report)
 
@@ -122,15 +122,38 @@ def _draw_unseen(held_out: Collection[Problem], rng: random.Random) -> Problem:
             return problem
 
 
-def _pad(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, Any]:
-    """Right-pad prompt + response; labels cover the response only. All tensors are int64 [rows, longest row]."""
+Row = tuple[list[int], list[bool]]
+"""Token ids of a sequence, and for each token whether the model is to learn it."""
+
+
+def response_only(prompt: list[int], response: list[int]) -> Row:
+    """A sequence of which the model learns the response.
+
+    Args:
+        prompt: Token ids.
+        response: Token ids.
+    """
+    return [*prompt, *response], [False] * len(prompt) + [True] * len(response)
+
+
+def pad(rows: list[Row], pad_token_id: int) -> dict[str, Any]:
+    """Right-pad sequences into the keyword arguments of a causal language model.
+
+    Args:
+        rows: Sequences.
+        pad_token_id: Fills; it may also occur in the rows, where it is a token like others.
+
+    Returns:
+        ``input_ids``, ``labels`` (of what is to be learned) and ``attention_mask``, int64 [rows, longest row].
+    """
     import torch
 
-    width = max(len(prompt) + len(response) for prompt, response in rows)
-    input_ids = torch.full((len(rows), width), pad_token_id)
-    labels = torch.full((len(rows), width), IGNORED_LABEL)
-    for row, (prompt, response) in enumerate(rows):
-        end = len(prompt) + len(response)
-        input_ids[row, :end] = torch.tensor(prompt + response)
-        labels[row, len(prompt) : end] = torch.tensor(response)
-    return {"input_ids": input_ids, "labels": labels, "attention_mask": input_ids.ne(pad_token_id).long()}
+    shape = len(rows), max(len(tokens) for tokens, _ in rows)
+    input_ids, labels = torch.full(shape, pad_token_id), torch.full(shape, IGNORED_LABEL)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    for row, (tokens, learned) in enumerate(rows):
+        values = torch.tensor(tokens)
+        input_ids[row, : len(tokens)] = values
+        labels[row, : len(tokens)] = torch.where(torch.tensor(learned), values, IGNORED_LABEL)
+        attention_mask[row, : len(tokens)] = 1
+    return {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}

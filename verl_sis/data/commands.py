@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from verl_sis.console import fail
 from verl_sis.errors import SisError
 
 app = typer.Typer(help="Training and evaluation data in verl's format.", no_args_is_help=True, rich_markup_mode=None)
@@ -57,7 +58,7 @@ def verify_command(directory: Annotated[Path, typer.Argument(help="What one of t
     try:
         _show(verify(directory))
     except SisError as error:
-        raise _fail(error) from error
+        raise fail(error) from error
 
 
 def _write(
@@ -76,7 +77,7 @@ def _write(
         )
         _show(verify(out))
     except SisError as error:
-        raise _fail(error) from error
+        raise fail(error) from error
     shared = {id for pairs in findings["train_and_test_share"].values() for id, _ in pairs}
     dropped = len(findings["dropped_from_train"])
     typer.echo(f"{len(shared)} training questions are also in an evaluation set; {dropped} left out")
@@ -94,8 +95,3 @@ def _show(outputs: list[dict[str, Any]]) -> None:
         numbers = (output["problems"], output["samples_per_problem"], output["rows"])
         table.add_row(output["file"], *(f"{number:,}" for number in numbers), output["sha256"][:12])
     Console().print(table)
-
-
-def _fail(error: SisError) -> typer.Exit:
-    typer.echo(f"Error: {error}", err=True)
-    return typer.Exit(1)

@@ -43,12 +43,13 @@ class Batcher(Generic[Item, Answer]):
             batch, self._waiting = self._waiting[: self._limit], self._waiting[self._limit :]
             try:
                 answers = await asyncio.to_thread(self._function, [item for item, _ in batch])
+                answered = list(zip(batch, answers, strict=True))
             except Exception as error:  # noqa: BLE001  (handed to those who wait for it)
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)
                 continue
-            for (_, future), answer in zip(batch, answers, strict=True):
+            for (_, future), answer in answered:
                 # A client that went away has cancelled its own.
                 if not future.done():
                     future.set_result(answer)

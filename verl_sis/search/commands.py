@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from verl_sis.console import fail
 from verl_sis.errors import SisError
 
 app = typer.Typer(help="Build, serve and try an index of passages.", no_args_is_help=True, rich_markup_mode=None)
@@ -14,12 +15,6 @@ Device = Annotated[str, typer.Option(help="Of the encoder, for torch.")]
 Dtype = Annotated[str, typer.Option(help="Of the encoder's weights.")]
 Probes = Annotated[int | None, typer.Option(help="Inverted lists that a query visits, for an index that has them.")]
 Checksums = Annotated[bool, typer.Option(help="Read every byte of the index first, and compare with its manifest.")]
-
-
-def _fail(error: SisError) -> typer.Exit:
-    """Print an error as one message, and return what to raise."""
-    typer.echo(f"Error: {error}", err=True)
-    return typer.Exit(1)
 
 
 @app.command()
@@ -52,7 +47,7 @@ def index(
                 report=lambda passages: progress.update(task, completed=passages),
             )
     except SisError as error:
-        raise _fail(error) from error
+        raise fail(error) from error
     typer.echo(f"{out}: {manifest.passages} passages, dimension {manifest.dimension}, {manifest.factory}")
 
 
@@ -74,7 +69,7 @@ def serve_index(
     try:
         serve(index, encoder, host, port, device, dtype, probes, checksums)
     except SisError as error:
-        raise _fail(error) from error
+        raise fail(error) from error
 
 
 app.command("serve")(serve_index)
@@ -94,6 +89,6 @@ def query(
     try:
         documents = asyncio.run(RetrievalClient(ClientSettings(url, attempts=1)).retrieve(text, top_k))
     except SisError as error:
-        raise _fail(error) from error
+        raise fail(error) from error
     for rank, document in enumerate(documents, start=1):
         typer.echo(f"{rank}. {document['title']}: {document['text']}")

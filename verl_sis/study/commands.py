@@ -7,15 +7,10 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from verl_sis.console import fail
 from verl_sis.errors import SisError
 
 app = typer.Typer(help="Studies away from training.", no_args_is_help=True, rich_markup_mode=None)
-
-
-def fail(error: SisError) -> typer.Exit:
-    """Print an error as one message, and return what to raise."""
-    typer.echo(f"Error: {error}", err=True)
-    return typer.Exit(1)
 
 
 @app.command()

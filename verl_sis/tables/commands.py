@@ -5,6 +5,7 @@ from pathlib import Path
 
 import typer
 
+from verl_sis.console import fail
 from verl_sis.errors import SisConfigError, SisError
 
 
@@ -35,5 +36,4 @@ def write(paths: Sequence[Path], out: Path, at: str, allow_mixed: Sequence[str],
             typer.echo(f"{table.name}: {len(table.rows)} rows, {len(table.missing)} notes on what is missing")
         typer.echo(f"{out / 'tables.md'}")
     except SisError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise fail(error) from error
