@@ -6,9 +6,10 @@
 set -euo pipefail
 recipes=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 recipe=$1 data=${VERL_SIS_DATA:-$2} variant=${3:-} seed=${SEED:-1}
-if ! grep -qx "    \"$variant\": {" "$recipes/$recipe/expected.json"; then
-    echo "run.sh: expected a variant of $recipe, got '$variant'. Type one of:" >&2
-    sed -n 's/^    "\(.*\)": {$/\1/p' "$recipes/$recipe/expected.json" >&2
+variants=$(python3 -c 'import json, sys; print(*json.load(open(sys.argv[1]))["variants"], sep="\n")' \
+    "$recipes/$recipe/expected.json")
+if ! grep -qxFe "$variant" <<<"$variants"; then
+    printf "run.sh: expected a variant of %s, got '%s'. Type one of:\n%s\n" "$recipe" "$variant" "$variants" >&2
     exit 2
 fi
 run=$(realpath -m "${RUN:-runs/$recipe/$variant/seed_$seed}")

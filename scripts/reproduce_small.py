@@ -83,9 +83,9 @@ def matrix(full: bool) -> list[Cell]:
     """
     pairs = [name for algorithm in ALGORITHMS for name in (algorithm, f"{algorithm}_sis")]
     blocks: list[tuple[str, int, int | None]] = [(variant, STALEST, None) for variant in (*CONTROLS, *pairs)]
-    blocks += [("grpo_sis", STALEST, top_k) for top_k in (1, VOCABULARY)]
     blocks += [(variant, STALEST, None) for variant in ("moe_grpo", "moe_grpo_r3")]
     blocks += [(variant, 4, None) for variant in pairs[:2]]
+    blocks += [("grpo_sis", STALEST, top_k) for top_k in (1, VOCABULARY)]
     if full:
         blocks += [("no_clip_sis", STALEST, None)]
         blocks += [(variant, 4, None) for variant in (*CONTROLS, *pairs[2:])]
@@ -212,7 +212,9 @@ def main(
     if only_list:
         _list(cells, out, console)
         return
-    signal.signal(signal.SIGTERM, _interrupt)
+    # Also where a shell that started this in the background has SIGINT ignored.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
     failed = run_cells(list(missing(cells, out)), out, jobs, console)
     code = make_tables(out)
     if failed:

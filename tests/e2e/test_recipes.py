@@ -25,8 +25,8 @@ SHORT = (
     "data.validation_shuffle=false",
 )
 
-OFTEN = {name for name in VARIANTS if not name.startswith("moe_")} | {name for name in VARIANTS if "dapo" in name}
-"""The twins of the mixture differ from these in the algorithm alone; they take the time that is left."""
+OFTEN = {"grpo", "no_clip_sis", "no_is", "clip_cov", "dppo_tv", "icepop", "tis", "dapo_sis", "moe_dapo_sis_r3"}
+"""Those with a loss or correction of their own. The others combine what these and test_training.py run: --long."""
 
 
 @pytest.mark.parametrize(
