@@ -6,6 +6,7 @@ A cell is a variant of ``recipes/tiny`` at a staleness N with a seed. It runs in
 ``OUT/runs`` when verl has ended well, so that what stands there is complete; a second call runs what is missing.
 """
 
+import csv
 import importlib.metadata
 import json
 import os
@@ -183,9 +184,25 @@ def run_cells(cells: list[Cell], out: Path, jobs: int, console: Console) -> list
 
 
 def make_tables(out: Path) -> int:
-    """Make tables and figures of all finished cells; the exit code of ``verl-sis tables``."""
+    """Make tables and figures of all finished cells, and list the cells; the exit code of ``verl-sis tables``."""
     command = [sys.executable, "-m", "verl_sis", "tables", str(out / "runs"), "-o", str(out / "tables")]
-    return subprocess.run(command, check=False).returncode
+    code = subprocess.run(command, check=False).returncode
+    if code == 0:
+        write_cells(out)
+    return code
+
+
+def write_cells(out: Path) -> None:
+    """Write ``OUT/tables/cells.csv``: of each finished cell the command, seconds, versions and machine."""
+    records = [json.loads(file.read_text()) for file in sorted((out / "runs").glob("*/*/*/run.json"))]
+    for record in records:
+        record["versions"] = " ".join(f"{name}=={version}" for name, version in record["versions"].items())
+    scratch = out / "tables" / "cells.csv.tmp"
+    with scratch.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["command", "seed", "seconds", "machine", "versions"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+    os.replace(scratch, out / "tables" / "cells.csv")
 
 
 def _list(cells: list[Cell], out: Path, console: Console) -> None:

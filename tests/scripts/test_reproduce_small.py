@@ -64,7 +64,7 @@ def test_each_comparison_has_three_seeds_and_its_controls(reproduce_small):
         assert pairs | {"no_clip", "no_is"} <= {cell.variant for cell in full if cell.staleness == n}
 
 
-def test_a_cell_moves_to_its_place_with_a_record_when_it_ends_well(run, tmp_path):
+def test_a_cell_moves_to_its_place_with_a_record_when_it_ends_well(run, reproduce_small, tmp_path):
     assert run() == []
     folder = tmp_path / "out" / "runs" / "grpo_sis" / "n16" / "seed_3"
     assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
@@ -75,6 +75,12 @@ def test_a_cell_moves_to_its_place_with_a_record_when_it_ends_well(run, tmp_path
     assert sorted(calls) == [
         f"{variant} tiny/staleness@_global_=n16 seed 3" for variant in ("grpo", "grpo_sis", "no_clip")
     ]
+    (tmp_path / "out" / "tables").mkdir()
+    reproduce_small.write_cells(tmp_path / "out")
+    listed = (tmp_path / "out" / "tables" / "cells.csv").read_text().splitlines()
+    assert listed[0] == "command,seed,seconds,machine,versions" and len(listed) == 1 + 3
+    assert listed[1].startswith("SEED=3 bash recipes/tiny/run.sh grpo tiny/staleness@_global_=n16,3,")
+    assert "verl==0.9.1" in listed[1]
     assert run() == [] and (tmp_path / "calls").read_text().splitlines() == calls, "finished cells are not repeated"
 
 
