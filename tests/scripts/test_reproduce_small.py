@@ -49,17 +49,18 @@ def run(reproduce_small, tmp_path, monkeypatch):
 
 
 def test_each_comparison_has_three_seeds_and_its_controls(reproduce_small):
-    default, full = reproduce_small.matrix(full=False), reproduce_small.matrix(full=True)
-    assert set(default) < set(full)
+    default, more, full = (reproduce_small.matrix(**chosen) for chosen in ({}, {"falsifier": True}, {"full": True}))
+    assert set(default) < set(more) < set(full)
     assert len(set(full)) == len(full)
-    for cells in (default, full):
+    for cells in (default, more, full):
         seeds = Counter((cell.variant, cell.staleness, cell.top_k) for cell in cells)
         assert set(seeds.values()) == {3}
     stalest = {cell.variant for cell in default if cell.staleness == 16}
     pairs = {name for base in ("grpo", "dapo", "gspo") for name in (base, f"{base}_sis")}
     assert pairs | {"no_clip", "no_is", "moe_grpo", "moe_grpo_r3"} == stalest
     assert {cell.staleness for cell in default if cell.variant in ("grpo", "grpo_sis")} == {4, 16}
-    assert {cell.top_k for cell in default if cell.variant == "grpo_sis"} == {None, 1, 102}
+    assert {cell.top_k for cell in default} == {None}
+    assert {(cell.variant, cell.top_k) for cell in set(more) - set(default)} == {("grpo_sis", 1), ("grpo_sis", 102)}
     for n in (1, 4, 8, 16):
         assert pairs | {"no_clip", "no_is"} <= {cell.variant for cell in full if cell.staleness == n}
 
