@@ -1,11 +1,12 @@
 """Run the cells of the small reproduction, several at a time, and make the tables of them.
 
-    bash scripts/reproduce_small.sh [--full] [--out DIR] [--jobs N] [--list]
+    bash scripts/reproduce_small.sh [--full] [--falsifier] [--out DIR] [--jobs N] [--list]
 
 A cell is a variant of ``recipes/tiny`` at a staleness N with a seed. It runs in ``OUT/running`` and moves to
 ``OUT/runs`` when verl has ended well, so that what stands there is complete; a second call runs what is missing.
 """
 
+import csv
 import importlib.metadata
 import json
 import os
@@ -75,17 +76,19 @@ class Cell:
         return chosen
 
 
-def matrix(full: bool) -> list[Cell]:
+def matrix(*, full: bool = False, falsifier: bool = False) -> list[Cell]:
     """All cells, those first without which the others say little.
 
     Args:
         full: Every staleness for every variant, instead of the default's choice.
+        falsifier: Also GRPO + SIS at K = 1, where residual mass is large, and with the whole vocabulary.
     """
     pairs = [name for algorithm in ALGORITHMS for name in (algorithm, f"{algorithm}_sis")]
     blocks: list[tuple[str, int, int | None]] = [(variant, STALEST, None) for variant in (*CONTROLS, *pairs)]
     blocks += [(variant, STALEST, None) for variant in ("moe_grpo", "moe_grpo_r3")]
     blocks += [(variant, 4, None) for variant in pairs[:2]]
-    blocks += [("grpo_sis", STALEST, top_k) for top_k in (1, VOCABULARY)]
+    if falsifier or full:
+        blocks += [("grpo_sis", STALEST, top_k) for top_k in (1, VOCABULARY)]
     if full:
         blocks += [("no_clip_sis", STALEST, None)]
         blocks += [(variant, 4, None) for variant in (*CONTROLS, *pairs[2:])]
@@ -183,9 +186,25 @@ def run_cells(cells: list[Cell], out: Path, jobs: int, console: Console) -> list
 
 
 def make_tables(out: Path) -> int:
-    """Make tables and figures of all finished cells; the exit code of ``verl-sis tables``."""
+    """Make tables and figures of all finished cells, and list the cells; the exit code of ``verl-sis tables``."""
     command = [sys.executable, "-m", "verl_sis", "tables", str(out / "runs"), "-o", str(out / "tables")]
-    return subprocess.run(command, check=False).returncode
+    code = subprocess.run(command, check=False).returncode
+    if code == 0:
+        write_cells(out)
+    return code
+
+
+def write_cells(out: Path) -> None:
+    """Write ``OUT/tables/cells.csv``: of each finished cell the command, seconds, versions and machine."""
+    records = [json.loads(file.read_text()) for file in sorted((out / "runs").glob("*/*/*/run.json"))]
+    for record in records:
+        record["versions"] = " ".join(f"{name}=={version}" for name, version in record["versions"].items())
+    scratch = out / "tables" / "cells.csv.tmp"
+    with scratch.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["command", "seed", "seconds", "machine", "versions"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+    os.replace(scratch, out / "tables" / "cells.csv")
 
 
 def _list(cells: list[Cell], out: Path, console: Console) -> None:
@@ -203,12 +222,13 @@ def _interrupt(*_: Any) -> None:
 def main(
     out: Annotated[Path, typer.Option(help="Directory for runs and tables.")] = Path("runs/reproduce_small"),
     full: Annotated[bool, typer.Option("--full", help="N = 1, 4, 8 and 16 for every variant.")] = False,
+    falsifier: Annotated[bool, typer.Option("--falsifier", help="Also K = 1 and K = the whole vocabulary.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Cells at a time; each takes about one core and 6 GB.")] = 2,
     only_list: Annotated[bool, typer.Option("--list", help="Show the cells and stop.")] = False,
 ) -> None:
     """Run the small reproduction and make its tables."""
     console = Console(soft_wrap=True)
-    out, cells = out.resolve(), matrix(full)
+    out, cells = out.resolve(), matrix(full=full, falsifier=falsifier)
     if only_list:
         _list(cells, out, console)
         return

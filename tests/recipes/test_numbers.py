@@ -146,3 +146,12 @@ def test_tolerance_is_the_noise_of_two_evaluations():
     tolerance = round(100 * 1.96 * math.sqrt(2 * variance), 2)
     assert tolerance == 2.42
     assert {result["tolerance"] for recipe, _, result in results() if recipe.startswith("math_")} == {tolerance}
+
+
+def test_results_of_the_tiny_twins_are_those_of_the_committed_tables():
+    with (RECIPES / "tiny" / "results" / "table1.csv").open(newline="") as file:
+        averages = [(row["N"], round(float(row["average"]), 2)) for row in csv.DictReader(file) if row["n"] == "3"]
+    found = [result for recipe, _, result in results() if recipe == "tiny"]
+    stated = [(result["metric"].split("N = ")[1].split(",")[0], result["measured_here"]) for result in found]
+    assert sorted(stated) == sorted(averages) and len(averages) == 12
+    assert all(result["value"] == result["measured_here"] for result in found)

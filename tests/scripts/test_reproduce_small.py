@@ -49,22 +49,23 @@ def run(reproduce_small, tmp_path, monkeypatch):
 
 
 def test_each_comparison_has_three_seeds_and_its_controls(reproduce_small):
-    default, full = reproduce_small.matrix(full=False), reproduce_small.matrix(full=True)
-    assert set(default) < set(full)
+    default, more, full = (reproduce_small.matrix(**chosen) for chosen in ({}, {"falsifier": True}, {"full": True}))
+    assert set(default) < set(more) < set(full)
     assert len(set(full)) == len(full)
-    for cells in (default, full):
+    for cells in (default, more, full):
         seeds = Counter((cell.variant, cell.staleness, cell.top_k) for cell in cells)
         assert set(seeds.values()) == {3}
     stalest = {cell.variant for cell in default if cell.staleness == 16}
     pairs = {name for base in ("grpo", "dapo", "gspo") for name in (base, f"{base}_sis")}
     assert pairs | {"no_clip", "no_is", "moe_grpo", "moe_grpo_r3"} == stalest
     assert {cell.staleness for cell in default if cell.variant in ("grpo", "grpo_sis")} == {4, 16}
-    assert {cell.top_k for cell in default if cell.variant == "grpo_sis"} == {None, 1, 102}
+    assert {cell.top_k for cell in default} == {None}
+    assert {(cell.variant, cell.top_k) for cell in set(more) - set(default)} == {("grpo_sis", 1), ("grpo_sis", 102)}
     for n in (1, 4, 8, 16):
         assert pairs | {"no_clip", "no_is"} <= {cell.variant for cell in full if cell.staleness == n}
 
 
-def test_a_cell_moves_to_its_place_with_a_record_when_it_ends_well(run, tmp_path):
+def test_a_cell_moves_to_its_place_with_a_record_when_it_ends_well(run, reproduce_small, tmp_path):
     assert run() == []
     folder = tmp_path / "out" / "runs" / "grpo_sis" / "n16" / "seed_3"
     assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
@@ -75,6 +76,12 @@ def test_a_cell_moves_to_its_place_with_a_record_when_it_ends_well(run, tmp_path
     assert sorted(calls) == [
         f"{variant} tiny/staleness@_global_=n16 seed 3" for variant in ("grpo", "grpo_sis", "no_clip")
     ]
+    (tmp_path / "out" / "tables").mkdir()
+    reproduce_small.write_cells(tmp_path / "out")
+    listed = (tmp_path / "out" / "tables" / "cells.csv").read_text().splitlines()
+    assert listed[0] == "command,seed,seconds,machine,versions" and len(listed) == 1 + 3
+    assert listed[1].startswith("SEED=3 bash recipes/tiny/run.sh grpo tiny/staleness@_global_=n16,3,")
+    assert "verl==0.9.1" in listed[1]
     assert run() == [] and (tmp_path / "calls").read_text().splitlines() == calls, "finished cells are not repeated"
 
 

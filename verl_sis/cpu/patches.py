@@ -153,13 +153,6 @@ def _keep_apart(initialize: Any) -> Any:
     return __init__
 
 
-_SHARED_PATH = (
-    "the socket is named by Ray's job id, which is 01000000 in every cluster that a run starts for itself: of two runs "
-    "on one host, one gets the other's weights, or waits for ever"
-)
-_SHARED_PATH_UPSTREAM = "https://github.com/verl-project/verl/pull/6246"
-_SHARED_PATH_UNTIL = "verl names the socket by something that differs between two clusters on a host"
-
 VERL_PATCHES = (
     Patch(
         id="P1",
@@ -210,21 +203,17 @@ VERL_PATCHES = (
         remove_when="verl builds critics with the attention of their model configuration, as it does actors",
         install=replace_on_import(_attend_as_configured),
     ),
-    Patch(
-        id="P7",
-        target="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender.__init__",
-        why=_SHARED_PATH,
-        upstream=_SHARED_PATH_UPSTREAM,
-        remove_when=_SHARED_PATH_UNTIL,
-        install=replace_on_import(_keep_apart),
-    ),
-    Patch(
-        id="P8",
-        target="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver.__init__",
-        why=_SHARED_PATH,
-        upstream=_SHARED_PATH_UPSTREAM,
-        remove_when=_SHARED_PATH_UNTIL,
-        install=replace_on_import(_keep_apart),
+    *(
+        Patch(
+            id=id,
+            target=f"verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:{end}.__init__",
+            why="the socket is named by Ray's job id, which is 01000000 in every cluster that a run starts for itself: "
+            "of two runs on one host, one gets the other's weights, or waits for ever",
+            upstream="https://github.com/verl-project/verl/pull/6246",
+            remove_when="verl names the socket by something that differs between two clusters on a host",
+            install=replace_on_import(_keep_apart),
+        )
+        for id, end in (("P7", "BucketedWeightSender"), ("P8", "BucketedWeightReceiver"))
     ),
 )
 
