@@ -34,5 +34,5 @@ if [[ -n $whole ]]; then
         apt-get install -y -qq chromium >/dev/null
     fi
     # Two at a time: a run takes about one core, and much of it is starting up.
-    "$bin/python" -m pytest -m "$whole" -n 2 "$@"
+    "$bin/python" -m pytest -m "$whole" -n 2 --durations 30 "$@"
 fi
