@@ -36,5 +36,5 @@ if [[ -n $whole ]]; then
     # Its four ranks take both cores.
     PYTHONPATH=$PWD/.venv/megatron-core "$bin/python" -m pytest tests/megatron "$@"
     # Two at a time: a run takes about one core, and much of it is starting up.
-    "$bin/python" -m pytest -m "$whole" -n 2 --ignore tests/megatron "$@"
+    "$bin/python" -m pytest -m "$whole" -n 2 --durations 30 --ignore tests/megatron "$@"
 fi

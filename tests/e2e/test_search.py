@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from transformers import AutoTokenizer
+from verl.utils.reward_score.search_r1_like_qa_em import em_check
 
 from verl_sis.cpu import search_world
 from verl_sis.cpu.launch import run_verl
@@ -169,8 +170,9 @@ def test_exact_match_is_the_reward(trained, tokenizer):
     for trajectory in trajectories:
         question = re.search(r"user\n(.*?)<\|im_end\|>", tokenizer.decode(trajectory["prompt"])).group(1)
         last = parts(trajectory, tokenizer)[-1]
-        answer = re.search(r"<answer>(.*?)</answer>", last[1]) if last[0] else None
-        assert trajectory["reward"] == float(answer is not None and answer.group(1).strip() == facts[question])
+        # One turn in a hundred opens <answer> twice or quotes a word: the last closed pair counts, and whole.
+        answers = re.findall(r"<answer>(.*?)</answer>", last[1], re.DOTALL) if last[0] else []
+        assert trajectory["reward"] == float(bool(answers) and em_check(answers[-1], [facts[question]])), last[1]
     validated = [row["reward"] for row in trajectories[:24]]
     assert metrics[0]["val-core/tiny_search/acc/mean@1"] == pytest.approx(sum(validated) / 24)
     for step in range(1, STEPS + 1):
