@@ -150,7 +150,9 @@ def test_tolerance_is_the_noise_of_two_evaluations():
 
 def test_results_of_the_tiny_twins_are_those_of_the_committed_tables():
     with (RECIPES / "tiny" / "results" / "table1.csv").open(newline="") as file:
-        averages = [(row["N"], round(float(row["average"]), 2)) for row in csv.DictReader(file) if row["n"] == "3"]
+        # The falsifier's cells (K = 1, K = the vocabulary) are runs of a variant with another K, not variants.
+        run = [row for row in csv.DictReader(file) if row["n"] == "3" and not row["method"].endswith(("=1)", "=102)"))]
+    averages = [(row["N"], round(float(row["average"]), 2)) for row in run]
     found = [result for recipe, _, result in results() if recipe == "tiny"]
     stated = [(result["metric"].split("N = ")[1].split(",")[0], result["measured_here"]) for result in found]
     assert sorted(stated) == sorted(averages) and len(averages) == 12

@@ -35,12 +35,25 @@ _FEW = 40
 
 
 def draw(figure_name: str, points: Sequence[Point], path: Path) -> None:
-    """Draw a figure.
+    """Draw a figure to a file.
 
     Args:
         figure_name: A key of ``FIGURES``.
         points: Its data.
         path: PNG file to write.
+    """
+    plot(figure_name, points).savefig(path, format="png", dpi=90)
+
+
+def plot(figure_name: str, points: Sequence[Point]) -> Any:
+    """Draw a figure.
+
+    Args:
+        figure_name: A key of ``FIGURES``.
+        points: Its data. Standard errors are bands around curves, and bars where a panel has one place on its x axis.
+
+    Returns:
+        The ``matplotlib.figure.Figure``.
     """
     # No display is needed, and no global state of pyplot is touched.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -60,7 +73,7 @@ def draw(figure_name: str, points: Sequence[Point], path: Path) -> None:
         for panel, metric in zip(row, metrics, strict=True):
             chosen = [point for point in points if _scope(figure_name, point) == scope and point.metric == metric]
             _panel(panel, metric, chosen, title=f"{TITLES[metric]}\n{fill(', '.join(scope), _TITLE)}")
-    figure.savefig(path, format="png", dpi=90)
+    return figure
 
 
 def _scope(figure_name: str, point: Point) -> tuple[str, ...]:
@@ -83,14 +96,24 @@ def _panel(axes: Any, metric: str, points: Sequence[Point], title: str) -> None:
     for point in points:
         if point.mean is not None:
             lines[_label(point)].append((point.x, point.mean, point.se))
+    places = {x for line in lines.values() for x, _, _ in line}
+    one_place = len(places) == 1
     for number, (label, line) in enumerate(lines.items()):
         color, marker = f"C{number % _COLORS}", "." if len(line) < _FEW else None
+        if one_place:
+            # Beside each other, or their error bars would hide each other.
+            ((_, mean, se),) = line
+            axes.errorbar([number], [mean], yerr=None if se is None else [se], c=color, fmt=".", capsize=3, label=label)
+            continue
         axes.plot(*zip(*((x, mean) for x, mean, _ in line), strict=True), c=color, marker=marker, lw=1.2, label=label)
         band = [(x, mean - se, mean + se) for x, mean, se in line if se is not None]
         if band:
             axes.fill_between(*zip(*band, strict=True), color=color, alpha=0.2, linewidth=0)
     age = metric.endswith("by_age")
     axes.set(xlabel="optimizer steps since the rollout" if age else "optimizer steps")
+    if one_place:
+        axes.set_xlim(-1, len(lines))
+        axes.set_xticks([(len(lines) - 1) / 2], [str(*places)])
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
     if lines:
