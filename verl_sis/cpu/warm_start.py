@@ -85,6 +85,7 @@ def fit(
     batch: Callable[[], dict[str, Any]],
     settings: WarmStart,
     report: Callable[[int, float], None] = lambda step, loss: None,
+    bfloat16: bool = False,
 ) -> None:
     """Train the model in place; its mode is evaluation afterwards.
 
@@ -93,6 +94,7 @@ def fit(
         batch: Makes the keyword arguments of one call of the model, among them ``labels``.
         settings: Of the loop.
         report: Called after each step with its number, from 1, and its loss in nats per labelled token.
+        bfloat16: Run the forward pass in bfloat16; weights and optimizer stay in float32.
     """
     import torch
 
@@ -100,7 +102,9 @@ def fit(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings))
     model.train()
     for step in range(1, settings.steps + 1):
-        loss = model(**batch()).loss
+        # Entered anew for each pass: while it lasts, autocast keeps its bfloat16 copies of the weights.
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
+            loss = model(**batch()).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
