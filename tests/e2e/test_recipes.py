@@ -25,8 +25,8 @@ SHORT = (
     "data.validation_shuffle=false",
 )
 
-OFTEN = {"no_clip_sis", "no_is", "dppo_tv", "icepop", "dapo_sis", "moe_dapo_sis_r3"}
-"""Those with a preset, loss or correction unlike the others' and those of test_training.py. The rest: --long."""
+OFTEN = {"grpo", "no_clip_sis", "no_is", "clip_cov", "dppo_tv", "icepop", "tis", "dapo_sis", "moe_dapo_sis_r3"}
+"""Those with a loss or correction of their own. The others combine what these and test_training.py run: --long."""
 
 
 @pytest.mark.parametrize(
