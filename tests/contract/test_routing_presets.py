@@ -5,10 +5,11 @@ from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
 from tests.contract.compose import ENOUGH, actor_config, compose_in_one_go, compose_run
-from verl_sis.config import ACTIVATION_MODULE, SisPolicyLossConfig
+from verl_sis.config import SisPolicyLossConfig
 from verl_sis.errors import SisConfigError
 from verl_sis.register import presets
 from verl_sis.routing_replay.config import SECTIONS, RoutingReplayConfig
+from verl_sis.run_facts import ACTIVATION_MODULE
 
 SECTION_OF = {"": "fsdp_config", "_megatron": "megatron", "_veomni": "veomni"}
 RETURN_ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"

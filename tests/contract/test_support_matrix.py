@@ -31,7 +31,8 @@ def test_each_cell_says_what_is_so(table):
 
 def test_what_a_refusal_tells_to_type_stands_in_an_error():
     sources = "\n".join(
-        (ROOT / "verl_sis" / name).read_text() for name in ("config.py", "verl_compat/megatron.py")
+        (ROOT / "verl_sis" / name).read_text()
+        for name in ("config.py", "run_facts.py", "verl_compat/megatron.py", "verl_compat/veomni.py")
     ).replace("{prefix}", "actor.megatron")
     typed = set(re.findall(r"refused(?: with SIS)?: `([\w.]+)=", TEXT))
     assert len(typed) >= 7

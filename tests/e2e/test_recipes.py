@@ -25,8 +25,8 @@ SHORT = (
     "data.validation_shuffle=false",
 )
 
-OFTEN = {"grpo", "no_clip_sis", "no_is", "clip_cov", "dppo_tv", "icepop", "tis", "dapo_sis", "moe_dapo_sis_r3"}
-"""Those with a loss or correction of their own. The others combine what these and test_training.py run: --long."""
+OFTEN = {"grpo", "no_clip_sis", "no_is", "clip_cov", "icepop", "dapo_sis", "moe_dapo_sis_r3"}
+"""A loss or correction of each kind. The others are their neighbours, or combine them: --long."""
 
 
 @pytest.mark.parametrize(

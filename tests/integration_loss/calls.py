@@ -7,8 +7,9 @@ import torch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.workers.config.actor import FSDPActorConfig
 
-from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisPolicyLossConfig, SisRunFacts
+from verl_sis.config import SisConfig, SisPolicyLossConfig
 from verl_sis.integration.policy_loss import CURRENT, MicroBatch, sis_policy_loss
+from verl_sis.run_facts import ACTIVATION_MODULE, SisRunFacts
 
 TOKEN_LOSSES = ("vanilla", "cispo", "sapo", "dppo_tv", "dppo_kl", "kl_cov", "dro")
 """Base losses that are sums over tokens."""

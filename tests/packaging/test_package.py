@@ -16,10 +16,11 @@ MAY_IMPORT = {
     "errors": set(),
     "console": {"errors"},
     "core": {"errors"},
-    "config": {"core", "dump_config", "errors"},
+    "config": {"core", "dump_config", "errors", "run_facts"},
     "dump_config": {"errors"},
+    "run_facts": {"errors"},
     "verl_compat": {"errors", "core", "config", "integration"},
-    "routing_replay": {"config", "core", "errors", "verl_compat"},
+    "routing_replay": {"core", "errors", "run_facts", "verl_compat"},
     "records": {"errors"},
     "integration": {"", "config", "core", "errors", "records", "register", "routing_replay", "verl_compat", "cpu"},
     "register": {"", "core", "cpu", "errors", "integration", "verl_compat"},
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "rewards": {"errors"},
     "data": {"", "console", "errors"},
     "__main__": {"data", "doctor", "search", "study", "tables"},
-    "doctor": {"", "core", "config", "cpu", "errors", "integration", "register", "routing_replay", "verl_compat"},
+    "doctor": {"", "core", "cpu", "errors", "integration", "register", "routing_replay", "run_facts", "verl_compat"},
 }
 """Which part of the package may import which; a part may always import itself."""
 

@@ -24,7 +24,8 @@ from tests.recipes.composing import (
     variants,
     written,
 )
-from verl_sis.config import ACTIVATION_MODULE, SisPolicyLossConfig
+from verl_sis.config import SisPolicyLossConfig
+from verl_sis.run_facts import ACTIVATION_MODULE
 
 pytestmark = pytest.mark.filterwarnings("ignore:Disabled critic")
 

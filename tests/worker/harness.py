@@ -155,7 +155,8 @@ def build_worker(settings: Settings) -> Any:
 
 def sis_choice(sis: dict[str, Any]) -> Any:
     """The policy-loss section of a run that chose SIS; imported only then."""
-    from verl_sis.config import ACTIVATION_MODULE, SisConfig, SisDumpConfig, SisPolicyLossConfig, SisRunFacts
+    from verl_sis.config import SisConfig, SisDumpConfig, SisPolicyLossConfig
+    from verl_sis.run_facts import ACTIVATION_MODULE, SisRunFacts
 
     settings = {**sis, "dump": SisDumpConfig(**sis.get("dump", {}))}
     return SisPolicyLossConfig(sis=SisConfig(run=SisRunFacts(external_lib=ACTIVATION_MODULE), **settings))
@@ -163,8 +164,8 @@ def sis_choice(sis: dict[str, Any]) -> Any:
 
 def replay_choice(replay: dict[str, Any]) -> Any:
     """The ``router_replay`` section of a run that chose routing replay."""
-    from verl_sis.config import ACTIVATION_MODULE
     from verl_sis.routing_replay.config import RoutingReplayConfig, RoutingReplayRunFacts
+    from verl_sis.run_facts import ACTIVATION_MODULE
 
     settings = {"mode": "R3", **replay}
     facts = {"external_lib": ACTIVATION_MODULE, "strategy": "fsdp2", "return_routes": settings["mode"] == "R3"}

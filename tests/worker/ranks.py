@@ -16,6 +16,7 @@ import tests.subprocesses  # noqa: F401  (tells the server what to have at hand)
 from tests.worker import fused, harness, recorder, ulysses_on_cpu
 
 WORLD_SIZE = 2
+EPOCHS = 2
 
 
 class TwoRanks:
@@ -73,6 +74,7 @@ class Layout:
 
     settings: harness.Settings
     sequence_parallel: int = 1
+    epochs: int = EPOCHS
 
 
 def two_steps_of_each(rank: int, layouts: dict[str, Layout], rollout: harness.Rollout) -> dict[str, dict[str, Any]]:
@@ -85,7 +87,7 @@ def two_steps_of_each(rank: int, layouts: dict[str, Layout], rollout: harness.Ro
 
 
 def two_steps(layout: Layout, rollout: harness.Rollout, rank: int = 0, world_size: int = WORLD_SIZE) -> dict[str, Any]:
-    """Two steps (old pass, update) of one rank on its share of the rollout.
+    """Two steps (old pass, update) of one rank on its share of the rollout; all epochs but the first are off-policy.
 
     Returns:
         Its decisions, and the metrics of its updates (empty where verl returns none).
@@ -105,5 +107,6 @@ def two_steps(layout: Layout, rollout: harness.Rollout, rank: int = 0, world_siz
         torch.distributed.all_gather_object(outputs, log_probs)
         old = harness.response_log_probs({"log_probs": harness.nested(outputs[rank - rank % size])}, own)
         columns = {"rollout_log_probs": old}
-        metrics.append(harness.update(worker, own, old, mini_batch_size=len(rollout.responses), columns=columns))
+        extent = {"mini_batch_size": len(rollout.responses), "epochs": layout.epochs}
+        metrics.append(harness.update(worker, own, old, columns=columns, **extent))
     return {"decisions": decisions, "metrics": metrics}

@@ -50,6 +50,12 @@ def assert_same_decisions(got: Decisions, expected: Decisions, *, borderline: fl
         assert not (differs & clear).any(), at
 
 
+def assert_off_policy(decisions: Decisions) -> None:
+    """Tokens are accepted with probabilities of neither 0 nor 1, without which equal decisions mean little."""
+    probabilities = torch.cat(list(decisions.acceptance.values()))
+    assert ((probabilities > 0.01) & (probabilities < 0.99)).sum() >= 5
+
+
 def assert_same_metrics(got: list[dict[str, float]], expected: list[dict[str, float]], *, absolute: float) -> None:
     """Metrics of SIS and mismatch, step by step, are the same within float32 rounding.
 

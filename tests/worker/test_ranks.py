@@ -4,12 +4,11 @@ The layouts with fused kernels are held against one rank without: of an LM head 
 slices of the packed tokens.
 """
 
-import numpy as np
 import pytest
-from pyarrow import parquet
 
 from tests.worker import fused, harness, ranks, recorder
-from tests.worker.dumps import columns_of
+from tests.worker.dumps import assert_dumps_are_those_of_one_rank, dumped
+from tests.worker.ranks import EPOCHS
 from tests.worker.ulysses_on_cpu import NAME
 
 LENGTHS = [5, 2, 4, 7, 3, 6, 1, 8]
@@ -26,10 +25,6 @@ def rollout():
 def dumps(tmp_path_factory):
     """Where the layouts dump their tokens, each to a folder of its own; dynamic batches do not dump."""
     return tmp_path_factory.mktemp("dumps")
-
-
-def dumped(folder):
-    return {"dump": {"every": 1, "directory": str(folder)}}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +57,10 @@ def reference(model_folder, rollout, dumps):
     return ranks.two_steps(ranks.Layout(settings), rollout, world_size=1)
 
 
+def test_the_reference_is_off_policy(reference):
+    recorder.assert_off_policy(reference["decisions"])
+
+
 @pytest.mark.parametrize("layout", DATA_PARALLEL)
 def test_two_data_parallel_ranks(results, reference, dumps, layout):
     together = recorder.Decisions()
@@ -70,7 +69,9 @@ def test_two_data_parallel_ranks(results, reference, dumps, layout):
         recorder.assert_same_metrics(result["metrics"], reference["metrics"], absolute=2e-6)
     recorder.assert_same_decisions(together, reference["decisions"])
     if layout == "data parallel":
-        assert_dumps_are_those_of_one_rank(dumps, layout, written_by=(0, 1))
+        assert_dumps_are_those_of_one_rank(
+            dumps, layout, written_by=(0, 1), updates=(0, EPOCHS), tokens=EPOCHS * sum(LENGTHS)
+        )
 
 
 @pytest.mark.parametrize("layout", SEQUENCE_PARALLEL)
@@ -81,30 +82,6 @@ def test_two_sequence_parallel_ranks(results, reference, dumps, layout):
     recorder.assert_same_metrics(first["metrics"], reference["metrics"], absolute=2e-6)
     assert second["metrics"] == [{}, {}], "verl takes metrics from the first sequence-parallel rank only"
     if layout == "sequence parallel":
-        assert_dumps_are_those_of_one_rank(dumps, layout, written_by=(0,))
-
-
-def assert_dumps_are_those_of_one_rank(dumps, layout, written_by):
-    """Each rank that verl takes outputs from writes its own files; together they hold what one rank would write."""
-    for kind in ("tokens", "contexts", "counts"):
-        assert [file.name for file in sorted((dumps / layout / kind).iterdir())] == [
-            f"update-{update:08d}-rank-{rank:05d}.parquet" for update in (0, 1) for rank in written_by
-        ]
-    for update in (0, 1):
-        tables = ["tokens", "contexts"] if len(written_by) == 1 else ["tokens"]
-        for kind in tables:
-            got, expected = (pooled(dumps / folder / kind, update) for folder in (layout, "one rank"))
-            assert len(got["token"]) == sum(LENGTHS), "all of them fit"
-            # Ranks number their responses each from 0. A token is accepted by its probability, so one may differ.
-            for name in got.keys() - {"sequence", "accepted"}:
-                tolerance = 2e-5 if update == 0 else 5e-3
-                np.testing.assert_allclose(got[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
-
-
-def pooled(folder, update):
-    """Rows of all ranks of a dump, in one order."""
-    columns = columns_of(parquet.read_table([*folder.glob(f"update-{update:08d}-*")]))
-    order = np.lexsort(
-        [columns[name] for name in ("position", "sample_key" if "sample_key" in columns else "sequence")]
-    )
-    return {name: values[order] for name, values in columns.items()}
+        assert_dumps_are_those_of_one_rank(
+            dumps, layout, written_by=(0,), updates=(0, EPOCHS), tokens=EPOCHS * sum(LENGTHS)
+        )

@@ -12,8 +12,8 @@ from typing import Any
 from verl.base_config import BaseConfig
 from verl.workers.config.engine import EngineRouterReplayConfig
 
-from verl_sis.config import ACTIVATION_MODULE
 from verl_sis.errors import SisConfigError
+from verl_sis.run_facts import ACTIVATION_MODULE
 
 SECTIONS = {"fsdp": "fsdp_config", "fsdp2": "fsdp_config", "megatron": "megatron", "veomni": "veomni"}
 """Section of the actor's configuration that holds ``router_replay``, by ``actor.strategy``."""

@@ -64,6 +64,7 @@ from verl_sis.verl_compat.megatron import (
     tensor_parallel,
 )
 from verl_sis.verl_compat.scoring import build_scoring_worker, score_with
+from verl_sis.verl_compat.veomni import VEOMNI_CONTRACT, check_veomni_engine, is_veomni_engine
 
 __all__ = [
     "CONTRACT",
@@ -73,6 +74,7 @@ __all__ = [
     "PLUGIN_NAME",
     "SAMPLE_KEY",
     "SUPPORTED_VERL",
+    "VEOMNI_CONTRACT",
     "Touchpoint",
     "actor_config_of",
     "around_forward",
@@ -84,6 +86,7 @@ __all__ = [
     "check_model_rows",
     "check_plugin_policy",
     "check_registered_loss",
+    "check_veomni_engine",
     "check_version",
     "context_parallel_layout",
     "contract_problems",
@@ -96,6 +99,7 @@ __all__ = [
     "is_fsdp_engine",
     "is_megatron_engine",
     "is_old_pass",
+    "is_veomni_engine",
     "log_probs_keep_float32",
     "look_inside_forward",
     "megatron_rows",

@@ -12,6 +12,7 @@ from verl_sis.errors import SisConfigError, VerlContractError
 from verl_sis.verl_compat import contract, fused_contract
 from verl_sis.verl_compat.contract import Touchpoint
 from verl_sis.verl_compat.megatron import MEGATRON_CONTRACT, check_megatron_engine, is_megatron_engine
+from verl_sis.verl_compat.veomni import VEOMNI_CONTRACT, check_veomni_engine, is_veomni_engine
 
 CONTRACT = contract.CONTRACT + fused_contract.CONTRACT
 SUPPORTED_VERL = SpecifierSet(">=0.9.1,<0.10")
@@ -104,19 +105,22 @@ def is_fsdp_engine(engine: Any) -> bool:
 
 
 def check_engine(engine: Any) -> None:
-    """Check that an engine calls the logits hook as ``CONTRACT`` says, or ``MEGATRON_CONTRACT``.
+    """Check that an engine calls the logits hook as ``CONTRACT`` says, or that engine's own contract beside it.
 
     Raises:
-        SisConfigError: If it is neither one of verl's FSDP engines for language models nor its Megatron engine, or if
-            it is configured in a way that SIS does not support.
-        VerlContractError: If verl's Megatron engine is not what verl_sis was built for.
+        SisConfigError: If it is none of verl's FSDP, Megatron and VeOmni engines for language models, or if it is
+            configured in a way that SIS does not support.
+        VerlContractError: If verl's Megatron or VeOmni engine is not what verl_sis was built for.
     """
     if is_megatron_engine(engine):
         check_contract(MEGATRON_CONTRACT)
         check_megatron_engine(engine)
+    elif is_veomni_engine(engine):
+        check_contract(VEOMNI_CONTRACT)
+        check_veomni_engine(engine)
     elif not is_fsdp_engine(engine):
         raise SisConfigError(
-            f"SIS supports verl's FSDP and Megatron engines, found {type(engine).__module__}."
+            f"SIS supports verl's FSDP, Megatron and VeOmni engines, found {type(engine).__module__}."
             f"{type(engine).__qualname__}. Type actor_rollout_ref.actor.strategy=fsdp2"
         )
 

@@ -32,8 +32,8 @@ def current_device() -> torch.device:
 
 
 def forward_dtype(engine: Any) -> str:
-    """Dtype that verl's FSDP engine computes in, e.g. ``bfloat16``."""
-    return str(engine._autocast_dtype).removeprefix("torch.")
+    """Dtype that verl's FSDP engine computes in, e.g. ``bfloat16``; VeOmni's, which sets none, in verl's default."""
+    return str(getattr(engine, "_autocast_dtype", torch.bfloat16)).removeprefix("torch.")
 
 
 def true_on_all_ranks(value: bool) -> bool:

@@ -1,0 +1,1 @@
+"""verl's VeOmni engine, on real gloo ranks of a CPU."""
