@@ -39,7 +39,7 @@ def test_an_engine_without_the_hook_is_refused(build):
     engine, worker.engine = worker.engine, object()
     try:
         with pytest.raises(
-            SisConfigError, match=r"SIS supports verl's FSDP and Megatron engines, found builtins\.object"
+            SisConfigError, match=r"SIS supports verl's FSDP, Megatron and VeOmni engines, found builtins\.object"
         ):
             worker.set_loss_fn(worker._update_pass._verl_loss)
     finally:
