@@ -40,6 +40,7 @@ ASSUMED = {
     "P6": 'attn_implementation="flash_attention_2"',
     "P7": "self.zmq_handle = zmq_handle",
     "P8": "self.zmq_handle = zmq_handle",
+    "P9": 'self._ray_master_port_range = kwargs.pop("master_port_range", None)',
     "V1": "layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)",
     "V2": """            if self.unquantized_backend == UnquantizedMoeBackend.CPU:""",
     "V3": ") -> tuple[torch.Tensor, torch.Tensor]:\n        return select_experts(",
@@ -68,6 +69,15 @@ def test_upstream_still_names_the_weight_socket_by_the_job_id_alone():
     name = "ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{%s}-rank-{%s}.sock"
     assert name % ("replica_rank", "trainer_rank") in inspect.getsource(utils)
     assert name % ("self.replica_rank", "local_rank") in inspect.getsource(vllm_rollout)
+
+
+def test_upstream_still_looks_for_a_port_without_keeping_it():
+    from verl.single_controller.ray import base
+    from verl.trainer.ppo.v1 import trainer_base
+
+    lookup = inspect.getsource(base.get_master_addr_port._function)
+    assert 's.bind(("", 0))' in lookup and 's.bind(("", port))' in lookup and "with socket.socket() as s" in lookup
+    assert "master_port_range" not in inspect.getsource(trainer_base), "the trainer has a setting: P9 can go"
 
 
 def test_upstream_still_packs_experts_on_the_first_load_only():

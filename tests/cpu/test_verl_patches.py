@@ -1,5 +1,6 @@
 """Each of verl's patches: without it the documented failure, with it none."""
 
+import pathlib
 import subprocess
 import tempfile
 import time
@@ -7,6 +8,7 @@ import time
 import pytest
 
 from tests.subprocesses import output_of, run_python, started
+from verl_sis.cpu.patches import GROUP_PORTS
 
 INITIALIZE = """
     import os
@@ -136,6 +138,37 @@ def test_p5_polling_interval():
     """
     assert output_of(code).splitlines()[-1] == "0.1 1.5"
     assert output_of(code, VERL_SIS_CPU_DISABLE="P5").splitlines()[-1] == "2.0 1.5"
+
+
+GROUP_PORT = """
+    import ray
+    from verl_sis.cpu.patches import GROUP_PORTS
+    from verl.single_controller.base import Worker
+    from verl.single_controller.base.decorator import register
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    class Rank(Worker):
+        @register()
+        def port(self):
+            return int(self.get_master_addr_port()[1])
+
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    ports = []
+    for _ in range(2):
+        pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Rank)), device_name="cpu")
+        ports += group.port()
+    print(ports[0] != ports[1], all(port in GROUP_PORTS for port in ports))
+    ray.shutdown()
+"""
+
+
+@pytest.mark.e2e
+def test_p9_process_groups_listen_apart_from_outgoing_connections():
+    ephemeral = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert int(ephemeral[0]) >= GROUP_PORTS.stop
+    assert output_of(GROUP_PORT).splitlines()[-1] == "True True"
+    assert output_of(GROUP_PORT, VERL_SIS_CPU_DISABLE="P9").splitlines()[-1] == "True False"
 
 
 CRITIC = """

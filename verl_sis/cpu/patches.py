@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import os
+import secrets
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -18,6 +19,9 @@ TIMEOUT_VARIABLE = "VERL_SIS_WEIGHT_SYNC_TIMEOUT_S"
 """Environment variable: seconds to wait for the rollout engine to acknowledge a bucket of weights."""
 
 _DEFAULT_TIMEOUT_SECONDS = 120.0
+
+GROUP_PORTS = range(20_000, 32_768)
+"""Ports of process groups: above those of Ray's workers, below those that Linux hands out to outgoing connections."""
 
 
 def _name_backend_once(initialize: Any) -> Any:
@@ -153,6 +157,21 @@ def _keep_apart(initialize: Any) -> Any:
     return __init__
 
 
+def _listen_on_quiet_ports(initialize: Any) -> Any:
+    """P9: a default for the range from which a worker group takes the port of its process group.
+
+    verl takes the first free port of the range, so each group, and each run on this host, begins at a port of its own.
+    """
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *args: Any, master_port_range: list[int] | None = None, **kwargs: Any) -> None:
+        # Not the generator of `random`: two runs may have the same seed.
+        own = [secrets.choice(GROUP_PORTS[: len(GROUP_PORTS) // 2]), GROUP_PORTS.stop]
+        initialize(self, *args, master_port_range=master_port_range or own, **kwargs)
+
+    return __init__
+
+
 VERL_PATCHES = (
     Patch(
         id="P1",
@@ -214,6 +233,15 @@ VERL_PATCHES = (
             install=replace_on_import(_keep_apart),
         )
         for id, end in (("P7", "BucketedWeightSender"), ("P8", "BucketedWeightReceiver"))
+    ),
+    Patch(
+        id="P9",
+        target="verl.single_controller.ray.base:RayWorkerGroup.__init__",
+        why="a process group's port is looked up long before it is bound, among those of outgoing connections, which "
+        'Ray and vLLM open meanwhile: "failed to listen on any local network address ... EADDRINUSE"',
+        upstream="https://github.com/verl-project/verl/issues/3147",
+        remove_when="verl holds the port until its process group listens, or its trainer has a setting for the range",
+        install=replace_on_import(_listen_on_quiet_ports),
     ),
 )
 
