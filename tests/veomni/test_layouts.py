@@ -81,6 +81,7 @@ def references(model, dumps):
         "R3": one_rank("R3", sis={**SIS, **dumped(dumps / "R3" / "one rank")}),
         "R2": one_rank("R2"),
         "bfloat16": one_rank("disabled", sis=BFLOAT16.sis, dtype="bf16"),
+        "bfloat16 in float32": one_rank("disabled", sis=BFLOAT16.sis),
     }
 
 
@@ -137,13 +138,26 @@ def test_the_references_accept_and_reject(references):
 
 
 def test_in_bfloat16_acceptance_is_that_of_fsdp(results, references):
-    """The first two updates; the normaliser is taken of the same few tokens."""
+    """The first two updates; the normaliser is taken of the same few tokens.
+
+    Before weights move, acceptance is the same. After an update it is about as far from float32's as FSDP's is: a
+    root mean square of 0.004 to 0.008 with one instruction set or another, 1.5 times FSDP's at most.
+    """
     found, reference = together(results["bfloat16"]), references["bfloat16"]["decisions"]
-    first = [at for at in reference.uniforms if at[0] < EPOCHS]
-    assert len(first) == EPOCHS * len(LENGTHS)
-    for at in first:
-        assert found.uniforms[at].equal(reference.uniforms[at])
-        torch.testing.assert_close(found.acceptance[at], reference.acceptance[at], rtol=0, atol=0.02)
+    exact = references["bfloat16 in float32"]["decisions"]
+    for update in range(EPOCHS):
+        rows = [at for at in reference.uniforms if at[0] == update]
+        assert len(rows) == len(LENGTHS)
+        assert all(found.uniforms[at].equal(reference.uniforms[at]) for at in rows)
+        of_veomni, of_fsdp, of_float32 = (
+            torch.cat([decisions.acceptance[at] for at in rows]) for decisions in (found, reference, exact)
+        )
+        rounding = (of_fsdp - of_float32).square().mean().sqrt()
+        if update == 0:
+            torch.testing.assert_close(of_veomni, of_fsdp, rtol=0, atol=1e-6)
+        else:
+            assert rounding > 1e-4, "rounding does not show"
+            assert (of_veomni - of_float32).square().mean().sqrt() < 4 * rounding
     of_veomni, of_fsdp = results["bfloat16"][0]["metrics"][0], references["bfloat16"]["metrics"][0]
     assert of_veomni["sis/residual_mass/tokens"] == of_fsdp["sis/residual_mass/tokens"]
     assert 0 < of_veomni["sis/residual_mass/tokens"][0] < EPOCHS * sum(LENGTHS)
